@@ -107,7 +107,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
         "include_stop_str_in_output": params.include_stop_str_in_output,
-        "keep_special_tokens": params.keep_special_tokens,
+        "skip_special_tokens": params.skip_special_tokens,
     }
     return GenerateInput(
         prompt=ask.prompt,
@@ -134,7 +134,7 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
         stop_token_ids=rng.choice(((), (), (rng.randrange(VOCAB_SIZE),))),
         ignore_eos=rng.random() < 0.5,
         include_stop_str_in_output=rng.random() < 0.2,
-        keep_special_tokens=rng.random() < 0.2,
+        skip_special_tokens=rng.random() < 0.8,
     )
     hurried = unruly and rng.random() < 0.1
     leaves = unruly and rng.random() < 0.15

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.llama import LLAMA, llama_spec
@@ -32,6 +32,8 @@ class SimTokenizer:
     """A tokenizer for output only, since prompts come as ids. Some of its tokens are parts of characters."""
 
     has_chat_template = False
+    chat_template = None
+    special_tokens: ClassVar[dict[int, str]] = {}
     vocab_size = VOCAB_SIZE
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -103,14 +105,7 @@ class Answer:
 def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
-    include_stop = params.include_stop_str_in_output
-    text = OutputText(
-        TOKENIZER,
-        stop=params.stop,
-        min_tokens=params.min_tokens,
-        include_stop=include_stop,
-        keep_special=params.keep_special_tokens,
-    )
+    text = OutputText.of(TOKENIZER, params)
     ids: list[int] = []
     pieces: list[str] = []
     tags = tags_of(prompt)
@@ -118,13 +113,14 @@ def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))
-        if len(ids) >= params.min_tokens and token_id in stop_ids and not include_stop:
+        ended = len(ids) >= params.min_tokens and token_id in stop_ids
+        if ended and not params.include_stop_str_in_output:
             return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         step = text.push(token_id)
         pieces.append(step.text)
         if step.stopped:
             return Answer(tuple(ids), "".join(pieces), FinishReason.STOP)
-        if len(ids) >= params.min_tokens and token_id in stop_ids:
+        if ended:
             return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         if len(ids) >= params.max_tokens or len(prompt) + len(ids) >= MAX_MODEL_LEN:
             return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH)

@@ -6,7 +6,7 @@ A new field is named here and in `proto/`; then only its source and its user cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.roofline.expert_load import ExpertLoad
 
 
@@ -43,11 +44,18 @@ class VersionRange(NamedTuple):
 
 LINK_VERSIONS: Final = VersionRange(0, 4)
 """The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
-`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`; in version 3 a request may have a constraint; in version 4
-its text may keep special tokens and what stopped it."""
+`Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`. `SPEC_LINK_VERSIONS` has the fields of requests that came
+later."""
 SEQS_LINK_VERSION: Final = 2
 CONSTRAINT_LINK_VERSION: Final = 3
 TEXT_LINK_VERSION: Final = 4
+SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], ...]] = (
+    ("structured_outputs", CONSTRAINT_LINK_VERSION, lambda spec: spec.constraint is not None),
+    ("include_stop_str_in_output", TEXT_LINK_VERSION, lambda spec: spec.sampling.include_stop_str_in_output),
+    ("skip_special_tokens", TEXT_LINK_VERSION, lambda spec: not spec.sampling.skip_special_tokens),
+)
+"""The fields of a request that a worker of an older link version would ignore: name, the version that has it, and the test
+that a request uses it. Such a request is never sent to such a worker."""
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""
@@ -92,6 +100,9 @@ class WorkerHello:
     peak_flops_per_s: float = 0.0
     peak_bytes_per_s: float = 0.0
     """The bytes that the worker's device can read from its memory in a second. 0: unknown, as for the operations above."""
+    held_tokens: int = 0
+    """The most tokens whose KV a request holds once it decodes, however long it is: all layers have sliding windows. 0: it
+    holds that of all its tokens."""
 
     @property
     def kv_tokens(self) -> int:
@@ -155,6 +166,13 @@ class WorkerLoad:
     """The time since the start of the incarnation, by the worker's own clock. The counts above hold at this time."""
     experts: ExpertLoad | None = None
     """The spread of tokens over the experts of the model. None: it has no experts, or no token has passed them."""
+
+
+def newest_field(spec: RequestSpec) -> tuple[str, int]:
+    """Return the field of the request that needs the newest link version, and this version. Empty and 0: any worker knows all
+    of its fields."""
+    used = [(name, version) for name, version, uses in SPEC_LINK_VERSIONS if uses(spec)]
+    return max(used, key=lambda one: one[1], default=("", 0))
 
 
 def check_budget(hello: WorkerHello, max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields as fields_of
 from operator import attrgetter
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -25,7 +26,8 @@ _BY_TYPE: Final[dict[Any, Converter]] = {
 class FieldCodec(Generic[Value, Wire]):
     """Writes values of the dataclass `kind` as messages of the type `wire`, and reads them back.
 
-    Numbers, texts and booleans are copied. None is written as a field that is not set. `special` has the converters of fields
+    Numbers, texts and booleans are copied. None is written as a field that is not set. A boolean whose default is true is true
+    in a message that does not have it, as older senders write. `special` has the converters of fields
     that have another form on the wire. An AssertionError tells that the two types do not have the same fields.
     """
 
@@ -37,6 +39,7 @@ class FieldCodec(Generic[Value, Wire]):
         self._read = attrgetter(*types)
         self._special = {name: _BY_TYPE[one] for name, one in types.items() if one in _BY_TYPE} | special
         self._optional = tuple(name for name, one in types.items() if type(None) in getattr(one, "__args__", ()))
+        self._true = tuple(one.name for one in fields_of(cast(Any, kind)) if one.default is True)
 
     def to_wire(self, value: Value) -> Wire:
         """Return the message of a value."""
@@ -50,6 +53,8 @@ class FieldCodec(Generic[Value, Wire]):
         """
         named = zip(self._names, self._read(value), strict=True)
         fields = {name: one for name, one in named if one or (one is not None and name in self._optional)}
+        for name in self._true:
+            fields.setdefault(name, False)
         for name, (write, _) in self._special.items():
             if name in fields:
                 fields[name] = write(fields[name])
@@ -61,6 +66,9 @@ class FieldCodec(Generic[Value, Wire]):
         for name in self._optional:
             if not message.HasField(name):
                 fields[name] = None
+        for name in self._true:
+            if not message.HasField(name):
+                fields[name] = True
         for name, (_, read) in self._special.items():
             if fields[name] is not None:
                 fields[name] = read(fields[name])

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdserve.core.sampling import SamplingParams
 from pdserve.text.stops import StopScanner
 from pdserve.text.tokenizer import Tokenizer
 
 
 class TextStep(NamedTuple):
-    """The text that one token made certain. `stopped`: a stop string was found, and `text` ends before it."""
+    """The text that one token made certain. `stopped`: a stop string was found, and `text` ends before it or behind it."""
 
     text: str
     stopped: bool
@@ -23,7 +24,7 @@ class TextStep(NamedTuple):
 class OutputText:
     """The text of one output, piece by piece. It holds back incomplete characters and text that may begin a stop string.
 
-    If nothing stops it, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
+    If no stop string is found, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class OutputText:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         include_stop: bool = False,
-        keep_special: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it.
 
-        `include_stop`: the text ends after what stopped it instead of before it. `keep_special`: special tokens are in the
-        text, in their written form."""
-        self._bytes_of = tokenizer.written_bytes if keep_special else tokenizer.token_bytes
+        With `include_stop` the text ends behind the stop string. Without `skip_special_tokens` it has special tokens as they
+        are written.
+        """
+        self._bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.written_bytes
         self._characters = tokenizer.stream()
         self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
@@ -47,16 +49,27 @@ class OutputText:
         self._num_tokens = 0
         self._stopped = False
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> OutputText:
+        """Start the empty output of a request."""
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
     def push(self, token_id: int) -> TextStep:
         """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
         if self._stopped:
             return TextStep("", True)
         self._num_tokens += 1
-        return TextStep(self._scan(self._characters.push(self._bytes_of(token_id))), self._stopped)
+        return TextStep(self._scan(self._characters.push(self._bytes(token_id))), self._stopped)
 
     def push_stop(self, token_id: int) -> str:
         """Add the token at which the request stops, and return the rest of the text. It has the token's own text only if what
-        stopped it is included. A stop string can end in this token only then."""
+        stopped it is included, as in vLLM. A stop string can end in this token only then."""
         if self._include_stop:
             return self.push(token_id).text + self.flush()
         self._num_tokens += 1

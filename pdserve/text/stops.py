@@ -19,7 +19,7 @@ class StopScanner:
     """The scanner of one text. It gives out only text that cannot become part of a stop string any more."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """Search for `stops`, none of which is empty. `include`: the text ends after a match instead of before it."""
+        """Start an empty text. With `include` the match belongs to the text that is given out."""
         assert all(stops)
         self._include = include
         self._stops = tuple(sorted(stops))
@@ -28,8 +28,8 @@ class StopScanner:
         self._held = ""  # the longest suffix of the text so far that begins a stop string and is shorter than the string
 
     def push(self, piece: str, *, honour: bool = True) -> tuple[str, bool]:
-        """Add a piece. Return (text that is certain, True if a stop string was completed). The text then ends before the
-        match, or after it.
+        """Add a piece. Return (text that is certain, True if a stop string was completed). The text ends before the match,
+        or behind it.
 
         With `honour` False, stop strings that this piece completes are ordinary text. A string that only begins in this
         piece still counts when a later piece completes it.

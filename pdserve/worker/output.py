@@ -24,13 +24,7 @@ class OutputStream:
         """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
         goes on from there."""
         self._handle = handle
-        self._text = OutputText(
-            tokenizer,
-            stop=params.stop,
-            min_tokens=params.min_tokens,
-            include_stop=params.include_stop_str_in_output,
-            keep_special=params.keep_special_tokens,
-        )
+        self._text = OutputText.of(tokenizer, params)
         self._is_special = tokenizer.is_special
         self._stop_ids = params.stop_token_ids
         self._next_index = 0

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any, Final
 
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -108,6 +109,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 ids=delta.ids,
                 text=delta.text,
                 logprobs=logprobs_to_wire(delta.logprobs),
+                tool_calls=_calls(delta),
+                reasoning=delta.reasoning,
             )
         context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
         return _last(generation.request_id, delta, generation.report)
@@ -153,7 +156,13 @@ def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.Genera
         usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
         report=_report(report),
         logprobs=logprobs_to_wire(delta.logprobs),
+        tool_calls=_calls(delta),
+        reasoning=delta.reasoning,
     )
+
+
+def _calls(delta: Delta) -> list[inference_pb2.ToolCallDelta]:
+    return [inference_pb2.ToolCallDelta(**msgspec.structs.asdict(call)) for call in delta.calls]
 
 
 def _report(report: Report) -> inference_pb2.RequestReport:

@@ -17,6 +17,7 @@ from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, ext
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.request import Call
+from router.openai.tool_chunks import Gathered, tool_chunk
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class _Output:
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON."""
+    gathered: Gathered
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -91,7 +93,9 @@ class _Chunks:
         """Return the chunk of a delta, or nothing."""
         self.tokens += len(delta.ids)
         chunk = b""
-        if delta.text or delta.finish_reason or self._always:
+        if delta.calls or delta.reasoning:
+            chunk = tool_chunk(self._format, delta, self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None)
+        elif delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
         if self._format.continuous_usage:
@@ -135,7 +139,9 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
-    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
+    choices = [
+        out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(outputs)
+    ]
     totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
     rest = extension([g.report for g in generations])
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
@@ -149,7 +155,9 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
     tokens = 0
     finish_reason = None
     told = JoinedLists()
+    gathered = Gathered()
     async for delta in generation:
+        gathered.add(delta)
         texts.append(delta.text)
         tokens += len(delta.ids)
         finish_reason = delta.finish_reason
@@ -158,7 +166,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tokens, finish_reason, told.encode())
+    return _Output("".join(texts), tokens, finish_reason, told.encode(), gathered)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

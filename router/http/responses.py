@@ -36,32 +36,18 @@ async def respond(api: RouterApi, asked: ResponsesCall, reply: Reply) -> None:
 
 
 class _Output:
-    """The output so far: its text and its log-probabilities, which are encoded as they come."""
+    """Turns deltas into events. Log-probabilities are encoded as they come."""
 
     def __init__(self, writer: ResponseWriter, logprobs: ChatLogprobs | None) -> None:
         self.writer = writer
         self.logprobs = logprobs
-        self._texts: list[str] = []
-        self._told: list[bytes] = []
 
-    def add(self, delta: Delta) -> bytes:
-        """Add a delta. Return its log-probabilities as a JSON list."""
-        self._texts.append(delta.text)
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of a delta, or nothing."""
         if self.logprobs is None or not delta.ids:
-            return b"[]"
+            return self.writer.delta(delta, b"")
         told = encode_json(self.logprobs.of(delta.ids, delta.logprobs)["content"])
-        self._told.append(told[1:-1])
-        return told
-
-    def event(self, delta: Delta) -> bytes:
-        """Add a delta. Return its event, or nothing if it has no text and no log-probabilities."""
-        told = self.add(delta)
-        return self.writer.delta(delta.text, told) if delta.text or told != b"[]" else b""
-
-    @property
-    def whole(self) -> tuple[str, bytes]:
-        """The text, and the log-probabilities as a JSON list."""
-        return "".join(self._texts), b"[" + b",".join(self._told) + b"]"
+        return self.writer.delta(delta, told[1:-1])
 
 
 async def _stream(generation: Generation, output: _Output, reply: Reply) -> None:
@@ -72,14 +58,14 @@ async def _stream(generation: Generation, output: _Output, reply: Reply) -> None
     def take(delta: Delta) -> bool:
         if not reply.keeps_up:
             return False
-        reply.event_now(output.event(delta))
+        reply.event_now(output.events(delta))
         return True
 
     async for delta in generation:
-        chunk = opening + output.event(delta)
+        chunk = opening + output.events(delta)
         opening = b""
         if delta.finish_reason:
-            await reply.end(chunk + output.writer.closing(*output.whole, delta.finish_reason, generation.report))
+            await reply.end(chunk + output.writer.closing(delta.finish_reason, generation.report))
             return
         await reply.event(chunk)
         if output.logprobs:
@@ -91,10 +77,10 @@ async def _stream(generation: Generation, output: _Output, reply: Reply) -> None
 
 async def _whole(generation: Generation, output: _Output, reply: Reply) -> None:
     async for delta in generation:
-        output.add(delta)
+        output.events(delta)
         if delta.finish_reason:
             reply.served(generation.report)
-            await reply.encoded(200, output.writer.whole(*output.whole, delta.finish_reason, generation.report))
+            await reply.encoded(200, output.writer.whole(delta.finish_reason, generation.report))
             return
         if output.logprobs:
             await asyncio.sleep(0)  # as above

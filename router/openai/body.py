@@ -19,6 +19,15 @@ from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from router.openai.unsupported import unsupported
 
+NULL: Final = Raw(b"null")
+"""The default of a field that is decoded where it is used. (A `Raw` cannot be optional.)"""
+
+
+def json_null() -> Raw:
+    """Return `NULL`. A struct has this function in its place, since msgspec writes no `Raw` into a schema."""
+    return NULL
+
+
 EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
 """The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
 
@@ -37,9 +46,20 @@ WITHOUT_EFFECT: Final[dict[str, str]] = {
 """The accepted fields that change no token and no behaviour, each with the reason why it may be accepted."""
 
 
-def json_null() -> Raw:
-    """Return the value of a field that was not given and stays undecoded."""
-    return Raw(b"null")
+class FunctionFields(Struct):
+    """The function of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: Raw = msgspec.field(default_factory=json_null)
+    strict: bool | None = None
+
+
+class ToolFields(Struct):
+    """One tool that the model may call."""
+
+    type: str
+    function: FunctionFields | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -68,20 +88,35 @@ class Part(Struct, forbid_unknown_fields=True):
     uuid: Raw = unsupported(*EMPTY)
 
 
+class CalledFunction(Struct):
+    """The function of a call."""
+
+    name: str
+    arguments: str | dict[str, Raw] | None = None
+
+
+class MessageCall(Struct):
+    """A call that the assistant made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(Struct, forbid_unknown_fields=True):
     """One message of a chat. Clients send back the messages of answers, so also their fields have a neutral value."""
 
     role: str
     content: str | list[Part] | None = None
-    name: Raw = unsupported("")
-    tool_calls: Raw = unsupported(*EMPTY)
-    tool_call_id: Raw = unsupported("")
+    tool_calls: Raw = msgspec.field(default_factory=json_null)
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Raw = unsupported(*EMPTY)
     audio: Raw = unsupported(*EMPTY)
     refusal: Raw = unsupported(*EMPTY)
     annotations: Raw = unsupported(*EMPTY)
-    reasoning: Raw = unsupported(*EMPTY)
-    reasoning_content: Raw = unsupported(*EMPTY)
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
@@ -100,12 +135,11 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-_RENAMED: Final = ("keep_special_tokens",)  # bodies have its opposite, skip_special_tokens, which clients know
 SCALARS: Final[dict[str, Any]] = {
     name: kind
     for fields, names in ((field_types(RequestSpec), OPTIONS), (field_types(SamplingParams), field_types(SamplingParams)))
     for name in names
-    if (kind := fields[name]) in (bool, int, float, str) and name not in _RENAMED
+    if (kind := fields[name]) in (bool, int, float, str)
 }
 """The fields of a request that have the same name and form in JSON, with their types."""
 
@@ -161,7 +195,6 @@ class Body(Scalars, kw_only=True):
     guided_grammar: Raw = unsupported()
     bad_words: Raw = unsupported([])
     allowed_token_ids: Raw = unsupported()
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
     return_token_ids: Raw = unsupported(False)
@@ -199,20 +232,21 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    tools: Raw = unsupported([])
-    tool_choice: Raw = unsupported("none", "auto")
+    tools: list[Raw] | None = None
+    tool_choice: str | dict[str, Raw] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Raw = msgspec.field(default_factory=json_null)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])
     audio: Raw = unsupported()
-    reasoning_effort: Raw = unsupported("none")
     web_search_options: Raw = unsupported()
     chat_template: Raw = unsupported()
-    chat_template_kwargs: Raw = unsupported({})
     documents: Raw = unsupported([])
-    add_generation_prompt: Raw = unsupported(True)
-    continue_final_message: Raw = unsupported(False)
-    parallel_tool_calls: Raw = unsupported(True, False)
     add_special_tokens: Raw = unsupported(False)
     """The template alone decides about special tokens of a chat prompt. vLLM's default is false as well."""
     store: Raw = unsupported(False)

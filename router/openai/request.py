@@ -21,6 +21,7 @@ from router.openai.json import refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
 from router.openai.structured import read_constraint
+from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
 
 _CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
@@ -74,7 +75,8 @@ def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HE
 def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Return the call of a chat. Raises `InvalidRequest` naming the field."""
     refuse_unsupported(fields)
-    return _call(fields, header_id, headers, (read_messages(fields.messages),))
+    call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
+    return replace(call, inputs=tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs))
 
 
 def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: ClassHeaders, prompts: tuple[Prompt, ...]) -> Call:

@@ -37,7 +37,6 @@ def read_sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
         "stop": _stop(body.stop),
         "stop_token_ids": _stop_token_ids(body.stop_token_ids),
         "logit_bias": _logit_bias(body.logit_bias),
-        "keep_special_tokens": None if body.skip_special_tokens is None else not body.skip_special_tokens,
         "logprobs": _chat_logprobs(body) if isinstance(body, ChatBody) else _completion_logprobs(body),
     }
     return {name: value for name, value in values.items() if value is not None}

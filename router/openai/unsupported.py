@@ -59,7 +59,12 @@ def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
     for name, neutral in neutral_values(type(fields)).items():
         raw = getattr(fields, name)
         if isinstance(raw, msgspec.Raw):
-            _refuse_unless_neutral(prefix + name, bytes(raw), neutral)
+            _refuse_unless_neutral(prefix + _encoded_name(type(fields), name), bytes(raw), neutral)
+
+
+def _encoded_name(shape: type[msgspec.Struct], name: str) -> str:
+    """Return the name of a field in JSON, which may be a word of Python."""
+    return next(field.encode_name for field in msgspec.structs.fields(shape) if field.name == name)
 
 
 def _refuse_unless_neutral(field: str, text: bytes, neutral: tuple[Any, ...]) -> None:

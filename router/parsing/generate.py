@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, MutableSequence
-from typing import Any
+from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
@@ -12,7 +12,11 @@ from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.api.request import ChatMessage, GenerateInput, Prompt
+from router.api.request import ChatMessage, ChatPrompt, GenerateInput, Prompt, ToolChoice, ToolMode
+from router.openai.tools import MAX_TOOLS, called, read_tools, read_variables
+
+_TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
+"""The mode of each number of `ToolChoice.Mode`."""
 
 
 def generate_input(
@@ -34,6 +38,7 @@ def generate_input(
         slo_class=request.slo_class,
         session_id=request.session_id,
         constraint=constraint_from_wire(request.structured_outputs) if request.HasField("structured_outputs") else None,
+        tool_choice=_tool_choice(request.tool_choice),
         options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
     )
 
@@ -53,8 +58,37 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
         if not request.chat.messages:
             raise InvalidRequest("is empty", field="messages")
         _check_count("messages", len(request.chat.messages), MAX_MESSAGES)
-        return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
+        return _chat(request.chat)
     raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
+
+
+def _chat(chat: inference_pb2.ChatPrompt) -> Prompt:
+    messages = tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages))
+    if not chat.tools and not chat.template_kwargs:
+        return messages
+    tools = read_tools([text.encode() for text in chat.tools])
+    variables = read_variables(chat.template_kwargs.encode(), "template_kwargs") if chat.template_kwargs else ""
+    return ChatPrompt(messages, tools, variables)
+
+
+def _chat_message(message: inference_pb2.ChatMessage, field: str) -> ChatMessage:
+    """Return a message of a chat. Its content may be missing only if it has calls."""
+    _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest("is only allowed in a message of the assistant", field=f"{field}.tool_calls")
+    calls = tuple(
+        called(one.name, one.arguments, one.id, f"{field}.tool_calls[{i}]") for i, one in enumerate(message.tool_calls)
+    )
+    content = None if calls and not message.content else message.content
+    return ChatMessage(message.role, content, calls, message.tool_call_id, message.name, message.reasoning)
+
+
+def _tool_choice(choice: inference_pb2.ToolChoice) -> ToolChoice:
+    if choice.mode not in _TOOL_MODES:
+        raise InvalidRequest(f"{choice.mode} is no mode", field="tool_choice.mode")
+    if choice.function and choice.mode:
+        raise InvalidRequest("must be unset beside a function", field="tool_choice.mode")
+    return ToolChoice(_TOOL_MODES[choice.mode], choice.function, parallel=not choice.at_most_one)
 
 
 def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:

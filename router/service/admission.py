@@ -15,7 +15,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.identity import new_request_id
-from router.api.request import SESSION_ID, ChatMessage, GenerateInput, Prompt
+from router.api.request import SESSION_ID, ChatMessage, ChatPrompt, GenerateInput, Prompt
 from router.core.events import Submit
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -45,13 +45,10 @@ class Admission:
         draw_seed: Callable[[], int],
         shared_block_size: Callable[[], int | None] = lambda: None,
         check_grammar: CheckGrammar = _no_grammars,
-        check_features: Callable[[RequestSpec], None] = lambda spec: None,
     ) -> None:
         """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any.
-        `check_grammar` raises the error of a constraint that does not compile, `check_features` that of a request which a
-        linked worker would not understand."""
+        `check_grammar` raises the error of a constraint that does not compile."""
         self._check_grammar = check_grammar
-        self._check_features = check_features
         self._config = config
         self._model = model
         self._limit = limit
@@ -82,7 +79,6 @@ class Admission:
         )
         if request.constraint is not None:
             await self._check_grammar(request.constraint)
-        self._check_features(spec)
         block_size = self._shared_block_size()
         prefix_keys = () if block_size is None else await self._keys.of(prompt_ids, spec.cache_salt, block_size)
         return Submit(
@@ -132,7 +128,7 @@ class Admission:
     def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
         limit = self._limit.max_model_len
         if len(ids) >= limit:
-            is_chat = not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage)
+            is_chat = isinstance(prompt, ChatPrompt) or (not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage))
             raise InvalidRequest(
                 f"has {len(ids)} tokens; max_model_len is {limit} for prompt and output, so at most {limit - 1} are allowed",
                 field="messages" if is_chat else "prompt",

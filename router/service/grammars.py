@@ -12,13 +12,12 @@ class Grammars:
     """The grammars of one router. `close` it."""
 
     def __init__(self, model: ServedModel) -> None:
-        """Check against the vocabulary of this model."""
         self._checker = None
         if model.directory is not None:
             self._checker = GrammarChecker(model.directory, model.card.vocab_size, model.card.eos_token_ids)
 
     async def check(self, constraint: Constraint) -> None:
-        """Return if the constraint compiles in time. Raises `InvalidRequest` and `Overloaded`."""
+        """Return if the constraint compiles. Raises `InvalidRequest` and `Overloaded`."""
         if self._checker is None:
             raise InvalidRequest("needs the tokenizer of a model", field=FIELD)
         await self._checker.check(constraint)

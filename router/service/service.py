@@ -22,6 +22,7 @@ from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
+from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import GenerateInput, Prompt
@@ -33,10 +34,11 @@ from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration, Deliveries
+from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
-from router.service.link_features import LinkFeatures
+from router.service.link_fields import check_workers, unsendable
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
@@ -96,8 +98,8 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
+        self._chats = Chats(model.tokenizer, config)
         self._grammars = Grammars(model)
-        self._features = LinkFeatures(self._core.registry)
         self._admission = Admission(
             config,
             model,
@@ -106,7 +108,6 @@ class RouterService:
             lambda: secrets.randbelow(SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
             self._grammars.check,
-            self._features.check,
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
@@ -119,6 +120,8 @@ class RouterService:
     def start(self) -> None:
         """Start the ticks of the core on the running loop."""
         assert self._ticker is None
+        forms = self._chats.call_form or "none", self._chats.reasoning_form or "none"
+        logger.info("calls of tools are read by the parser %s, reasoning by %s", *forms)
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
     async def close(self) -> None:
@@ -134,22 +137,26 @@ class RouterService:
 
     # The interface of front ends ----------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateInput) -> BufferedGeneration:
+    async def submit(self, request: GenerateInput) -> Generation:
         """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
         try:
-            submit = await self._admit(request, arrived_s)
-            return self._start(submit)
+            prepared = self._chats.prepare(request)
+            with tools_named(prepared):
+                submit = await self._admit(prepared, arrived_s)
+            return self._chats.read(self._start(submit), prepared, submit.spec.prompt_ids)
         except PdserveError as exc:
             self._refused(request, exc)
             raise
 
     async def _admit(self, request: GenerateInput, arrived_s: float) -> ev.Submit:
         try:
-            return await self._admission.admit(request, arrived_s=arrived_s)
+            submit = await self._admission.admit(request, arrived_s=arrived_s)
         except Overloaded:
             self._core.requests.demand.count_refusal()  # the core counts those that it refuses itself
             raise
+        check_workers(submit.spec, self._core.registry)
+        return submit
 
     def _refused(self, request: GenerateInput, exc: PdserveError) -> None:
         """Count a refused request: by its class if it names one that is known here."""
@@ -339,7 +346,7 @@ class RouterService:
                 self._ended(effect.request_id, effect, effect.error)
             elif isinstance(effect, ev.ReportBug):
                 bug = bug or effect.bug
-            elif (failure := self._features.unsendable(effect)) is not None:  # the present effects come first
+            elif (failure := unsendable(effect, self._core.registry)) is not None:  # the present effects come first
                 asyncio.get_running_loop().call_soon(self.tell, failure)
             else:
                 self.links.send(effect.link, command_to_wire(effect))

@@ -95,8 +95,9 @@ def edges(field: dict[str, Any]) -> list[Any]:
         if "maxLength" in kind:
             values += ["x" * kind["maxLength"], "x" * (kind["maxLength"] + 1)]
         if kind.get("maxItems", 1000) < 1000:
-            one: Any = "x" if kind["items"]["type"] == "string" else 1
-            values += [[one] * kind["maxItems"], [one] * (kind["maxItems"] + 1)]
+            one: Any = {"string": "x", "integer": 1}.get(kind["items"].get("type", ""))
+            values += [[one] * kind["maxItems"]] if one else []
+            values += [[one] * (kind["maxItems"] + 1)]
     return values
 
 

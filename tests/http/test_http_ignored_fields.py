@@ -118,7 +118,6 @@ def test_every_field_without_effect_exists() -> None:
         ("service_tier", {"service_tier": "flex"}),
         ("prediction", {"prediction": {"type": "content", "content": "x"}}),
         ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),
-        ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "bob"}]}),
         (
             "messages[0].content[0].prompt_cache_breakpoint",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {"a": 1}}]}]},

@@ -87,8 +87,8 @@ def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
 
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": ""}])
-    assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb"))
+    call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "x"}])
+    assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb", name="x"))
 
 
 def test_unknown_fields_are_tolerated() -> None:
@@ -151,11 +151,21 @@ def test_bad_values_name_their_field(field: str, value: Any) -> None:
 
 BAD_MESSAGES: list[tuple[str, Any]] = [
     ("messages", None), ("messages", "hi"), ("messages", []), ("messages[0]", ["hi"]), ("messages[0].role", [{}]),
-    ("messages[0].role", [{"role": "tool", "content": "x"}]), ("messages[0].content", [{"role": "user"}]),
+    ("messages[0].role", [{"role": "function", "content": "x"}]), ("messages[0].content", [{"role": "user"}]),
     ("messages[0].content", [{"role": "user", "content": 1}]), ("messages[0].content[0]", [{"role": "user", "content": ["x"]}]),
     ("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     ("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
-    ("messages[1].tool_calls", [*HI, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    ("messages[1].tool_calls[0].function", [*HI, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    ("messages[0].tool_calls", [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]),
+    ("messages[0].tool_calls[0].type", [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]),
+    ("messages[0].tool_calls[0].function.name", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
+    *(
+        ("messages[0].tool_calls[0].function.arguments", [{"role": "assistant", "tool_calls": [{"function": function}]}])
+        for function in ({"name": "f", "arguments": "{"}, {"name": "f", "arguments": "[]"})
+    ),
+    ("messages[0].tool_call_id", [{"role": "tool", "content": "x"}]),
+    ("messages[0].tool_call_id", [{"role": "user", "content": "x", "tool_call_id": "a"}]),
+    ("messages[0].reasoning_content", [{"role": "user", "content": "x", "reasoning": "a"}]),
 ]  # fmt: skip
 
 
@@ -174,8 +184,8 @@ def test_empty_values_of_an_answers_message_ask_for_nothing() -> None:
 def test_a_large_value_without_effect_is_refused_unread() -> None:
     for value in ("[" + "0, " * 50_000 + "0]", "[" * 900 + "]" * 900, "[1e999" + " " * 100 + "]"):
         with pytest.raises(InvalidRequest) as caught:
-            parse_chat(b'{"messages": [], "tools": ' + value.encode() + b"}", None)
-        assert caught.value.field == "tools"
+            parse_chat(b'{"messages": [], "documents": ' + value.encode() + b"}", None)
+        assert caught.value.field == "documents"
         assert value[:5] in caught.value.message
         assert len(caught.value.message) < 150
 
@@ -238,15 +248,21 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 }
 
 
+CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(["logprobs", "parallel_tool_calls", "add_generation_prompt"], (BOOL,)),
+    **dict.fromkeys(["top_logprobs", "tool_choice", "continue_final_message"], ()),
+    "tools": (LIST,),
+    "chat_template_kwargs": (OBJECT,),
+    **dict.fromkeys(["reasoning_effort", "safety_identifier"], (TEXT,)),
+    "metadata": (OBJECT,),
+}
+
+
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = (
-        {"logprobs": (INT,)}
-        if endpoint == "completion"
-        else {"logprobs": (BOOL,), "top_logprobs": (), "safety_identifier": (TEXT,), "metadata": (OBJECT,)}
-    )
+    own = {"logprobs": (INT,)} if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
     for name, values in taken.items():

@@ -12,6 +12,8 @@ import pytest
 from http_fakes import MODEL, WORDS, FakeApi, served
 from openai.types import responses as kinds
 from openai.types.responses import response_create_params
+from openai.types.responses.response_input_item_param import FunctionCallOutput
+from openai.types.shared_params import Reasoning
 from raw_http import connect, exchange, head, post, read_answer
 
 from pdserve.core.errors import InvalidRequest, Overloaded, ReplicaLost
@@ -20,7 +22,20 @@ from pdserve.core.sampling import FinishReason
 from pdserve.core.structured.constraint import ConstraintKind
 from router.api.request import ChatMessage
 from router.openai.request import parse_chat
-from router.openai.responses.body import EventOptions, MessageItem, ResponsesBody, TextFormat, TextOptions, TextPart
+from router.openai.responses.body import (
+    CallItem,
+    CallOutputItem,
+    EventOptions,
+    FunctionChoice,
+    FunctionTool,
+    MessageItem,
+    ReasoningItem,
+    ReasoningOptions,
+    ResponsesBody,
+    TextFormat,
+    TextOptions,
+    TextPart,
+)
 from router.openai.responses.request import parse_responses
 
 RESPONSES = "/v1/responses"
@@ -34,6 +49,11 @@ def client(base: str) -> openai.AsyncOpenAI:
 def asked(**fields: Any) -> Any:
     return parse_responses(json.dumps({"input": "hi", **fields}).encode(), None)
 
+
+TOOL: dict[str, Any] = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+SAID: dict[str, Any] = {"role": "assistant", "content": "Let me look."}
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
 
 VLLM = """
     request_id mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages structured_outputs top_k
@@ -49,7 +69,13 @@ VLLM = """
         (EventOptions, [response_create_params.StreamOptions]),
         (TextOptions, [kinds.ResponseTextConfigParam]),
         (TextFormat, [kinds.ResponseFormatTextJSONSchemaConfigParam]),
+        (ReasoningOptions, [Reasoning]),
+        (FunctionChoice, [kinds.ToolChoiceFunctionParam]),
+        (ReasoningItem, [kinds.ResponseReasoningItemParam]),
         (MessageItem, [kinds.EasyInputMessageParam, kinds.ResponseOutputMessageParam]),
+        (CallItem, [kinds.ResponseFunctionToolCallParam]),
+        (CallOutputItem, [FunctionCallOutput]),
+        (FunctionTool, [kinds.FunctionToolParam]),
         (TextPart, [kinds.ResponseInputTextParam, kinds.ResponseOutputTextParam, kinds.ResponseOutputRefusalParam,
                     kinds.ResponseInputImageParam, kinds.ResponseInputFileParam]),
     ],
@@ -57,7 +83,7 @@ VLLM = """
 def test_no_documented_field_of_responses_is_left_out(shape: Any, documented: list[Any]) -> None:
     names = {name for kind in documented for name in kind.__annotations__}
     assert names
-    assert names - {*shape.__struct_fields__} == set()
+    assert names - {*shape.__struct_encode_fields__} == set()
     assert set(VLLM.split()) - {*ResponsesBody.__struct_fields__} == set()
     assert shape.__struct_config__.forbid_unknown_fields
 
@@ -183,7 +209,7 @@ def test_a_response_is_the_request_of_a_chat() -> None:
     [
         ("store", {"store": True}), ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("conversation", {"conversation": "c"}), ("background", {"background": True}), ("prompt", {"prompt": {"id": "p"}}),
-        ("truncation", {"truncation": "auto"}), ("reasoning", {"reasoning": {"effort": "low"}}),
+        ("truncation", {"truncation": "auto"}), ("reasoning.summary", {"reasoning": {"summary": "auto"}}),
         ("max_tokens", {"max_tokens": 3}),
         ("service_tier", {"service_tier": "flex"}), ("n", {"n": 2}),
         ("include[0]", {"include": ["reasoning.encrypted_content"]}),
@@ -196,7 +222,22 @@ def test_a_response_is_the_request_of_a_chat() -> None:
         ("metadata", {"metadata": {"k" * 65: ""}}), ("metadata", {"metadata": {str(i): "" for i in range(17)}}),
         ("input", {"input": []}), ("input", {"input": None}), ("input[0]", {"input": [3]}),
         ("input[1].type", {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "x"}]}),
-        ("input[0].type", {"input": [{"type": "reasoning", "id": "x", "summary": []}]}),
+        ("input[0].content[0].type", {"input": [{"type": "reasoning", "content": [{"type": "summary_text", "text": "x"}]}]}),
+        ("input[0].summary", {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}]}),
+        ("input[0].encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}),
+        ("input[1].arguments", {"input": [SAID, {**CALLED, "arguments": "[]"}]}),
+        ("input[1].async", {"input": [SAID, {**CALLED, "async": True}]}),
+        ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}),
+        ("input[0].output[0].type", {"input": [{**RESULT, "output": [{"type": "input_image"}]}]}),
+        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tools[1].name", {"tools": [TOOL, TOOL]}),
+        ("tools[0].name", {"tools": [{"type": "function"}]}),
+        ("tools[0].parameters.type", {"tools": [{**TOOL, "parameters": {"type": "array"}}]}),
+        ("tools[0].async", {"tools": [{**TOOL, "async": True}]}),
+        ("tools", {"tools": [TOOL] * 129}),
+        ("tool_choice", {"tool_choice": "never"}),
+        ("tool_choice.type", {"tool_choice": {"type": "allowed_tools"}}),
+        ("tool_choice.name", {"tool_choice": {"type": "function"}}),
         ("input[0].role", {"input": [{"role": "robot", "content": "x"}], "instructions": "first"}),
         ("input[0].content", {"input": [{"role": "user"}], "instructions": "first"}),
         ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
@@ -211,6 +252,34 @@ def test_what_is_refused_has_the_name_that_the_client_wrote(field: str, fields: 
         asked(**fields)
     assert caught.value.field == field
     assert caught.value.message.startswith(field)
+
+
+def test_items_of_calls_are_messages_of_a_chat() -> None:
+    """The conversation of an agent: what the answers held goes back with the results of calls."""
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    second = {**CALLED, "call_id": "c2", "id": "fc_2", "status": "completed", "arguments": '{"city": "Oslo"}'}
+    items = [{"role": "user", "content": "Rain?"}, reasoning, SAID, CALLED, second, RESULT,
+             {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+             reasoning, {"role": "user", "content": "So?"}, CALLED]  # fmt: skip
+    found = asked(input=items, tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False)
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+             {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {**SAID, "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"}, {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."}, {"role": "user", "content": "So?"},
+        {"role": "assistant", "tool_calls": calls[:1]},
+    ]  # fmt: skip
+    choice = {"type": "function", "function": {"name": "weather"}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    body = {"messages": messages, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    chat = parse_chat(json.dumps(body).encode(), None).inputs[0]
+    assert found.call.inputs[0].tool_choice == chat.tool_choice
+    own, theirs = found.call.inputs[0].prompt, chat.prompt
+    assert own.messages == theirs.messages
+    assert [(tool.name, json.loads(tool.parameters)) for tool in own.tools] == [("weather", {"type": "object"})]
+    assert json.loads(b"{%b}" % found.repeated)["tools"] == [{**TOOL, "description": None, "strict": None}]
 
 
 def test_unknown_fields_of_items_are_named() -> None:

@@ -82,7 +82,7 @@ def case_of(data: st.DataObject, tokenizer: Tokenizer) -> Case:
         min_tokens=data.draw(st.integers(0, len(ids))),
         ignore_eos=data.draw(st.booleans()),
         include_stop_str_in_output=data.draw(st.booleans()),
-        keep_special_tokens=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
     )
     return Case(ids, params, {*stop_ids, *(() if params.ignore_eos else special)})
 
@@ -90,7 +90,7 @@ def case_of(data: st.DataObject, tokenizer: Tokenizer) -> Case:
 def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int]:
     """Return text, finish reason and number of tokens, from the text of all tokens at once."""
     params = case.params
-    written = tokenizer.written_bytes if params.keep_special_tokens else tokenizer.token_bytes
+    written = tokenizer.token_bytes if params.skip_special_tokens else tokenizer.written_bytes
 
     def text_of(count: int, *, whole: bool) -> str:
         stream = tokenizer.stream()

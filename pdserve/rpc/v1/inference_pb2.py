@@ -26,57 +26,65 @@ from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 from pdserve.rpc.v1 import scaling_pb2 as pdserve_dot_rpc_dot_v1_dot_scaling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1cpdserve/rpc/v1/scaling.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbd\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x11\n\tslo_class\x18x \x01(\t\x12=\n\x12structured_outputs\x18z \x01(\x0b\x32!.pdserve.rpc.v1.StructuredOutputs\x12\x12\n\nsession_id\x18y \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\x86\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xf3\x04\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\x12\x12\n\nrequest_id\x18\x32 \x01(\t\x12\x16\n\x0e\x63orrelation_id\x18\x33 \x01(\t\x12\r\n\x05\x65xact\x18< \x01(\x08\x12\x11\n\tslo_class\x18x \x01(\t\x12\x15\n\x08ttft_met\x18y \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08tpot_met\x18z \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18} \x01(\x01\x42\x0b\n\t_ttft_metB\x0b\n\t_tpot_met\"9\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61ncel_token\x18\x32 \x01(\t\"1\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x10\n\x08not_here\x18\x32 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xef\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\n \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xf4\x02\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\x12\x12\n\nblock_size\x18\x32 \x01(\r\x12\r\n\x05\x65xact\x18< \x01(\x08\x12+\n\x07\x63lasses\x18x \x03(\x0b\x32\x1a.pdserve.rpc.v1.ClassState\x12&\n\x06\x64\x65mand\x18y \x01(\x0b\x32\x16.pdserve.rpc.v1.Demand\x12-\n\x07scaling\x18z \x01(\x0b\x32\x1c.pdserve.rpc.v1.ScalingState\"\xef\x01\n\x06\x44\x65mand\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07refused\x18\x05 \x01(\x04\x12\x1c\n\x14queued_prompt_tokens\x18\x06 \x01(\x04\x12\x16\n\x0elongest_wait_s\x18\x07 \x01(\x01\x12\x10\n\x08ttft_met\x18\x08 \x01(\x04\x12\x13\n\x0bttft_missed\x18\t \x01(\x04\x12\x10\n\x08tpot_met\x18\n \x01(\x04\x12\x13\n\x0btpot_missed\x18\x0b \x01(\x04\"\xbe\x01\n\nClassState\x12\x11\n\tslo_class\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x0c\n\x04good\x18\x04 \x01(\r\x12\x10\n\x08ttft_met\x18\x05 \x01(\r\x12\x13\n\x0bttft_missed\x18\x06 \x01(\r\x12\x10\n\x08tpot_met\x18\x07 \x01(\r\x12\x13\n\x0btpot_missed\x18\x08 \x01(\r\x12\x0f\n\x07refused\x18\t \x01(\r\x12\x0c\n\x04shed\x18\n \x01(\r\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xd3\x04\n\x0bWorkerState\x12*\n\x05hello\x18\x13 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHello\x12(\n\x04load\x18\x14 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\r\x12+\n\x06recent\x18x \x01(\x0b\x32\x1b.pdserve.rpc.v1.Utilisation\x12\x30\n\x0bsince_start\x18y \x01(\x0b\x32\x1b.pdserve.rpc.v1.UtilisationJ\x04\x08\x01\x10\x05J\x04\x08\x06\x10\x0bJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13J\x04\x08(\x10)J\x04\x08)\x10*J\x04\x08<\x10=J\x04\x08P\x10QR\tworker_idR\x04roleR\x0bincarnationR\x07\x61\x64\x64ressR\x06\x62locksR\x0fqueued_requestsR\rqueued_tokensR\x11running_sequencesR\x0bleases_heldR\x0bloop_lag_msR\x03pidR\x15prefix_queried_tokensR\x11prefix_hit_tokensR\x11kv_corrupt_blocksR\x10kv_rotted_blocksR\x0cquantizationR\x08niceness\"]\n\x0bUtilisation\x12\x11\n\x04\x62usy\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03mfu\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x03mbu\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_busyB\x06\n\x04_mfuB\x06\n\x04_mbu\"D\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18x \x01(\x06\x12\x0c\n\x04term\x18y \x01(\x04\"\xa3\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x13\n\x0bincarnation\x18x \x01(\x06\x32\xcf\x02\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epdserve/rpc/v1/inference.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1cpdserve/rpc/v1/scaling.proto\"\x91\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.pdserve.rpc.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"c\n\nChatPrompt\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\"\xb1\x01\n\nToolChoice\x12-\n\x04mode\x18\x01 \x01(\x0e\x32\x1f.pdserve.rpc.v1.ToolChoice.Mode\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\x12\x13\n\x0b\x61t_most_one\x18\x03 \x01(\x08\"M\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\r\n\tMODE_NONE\x10\x02\x12\x11\n\rMODE_REQUIRED\x10\x03\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xee\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12-\n\x06tokens\x18\x04 \x01(\x0b\x32\x1b.pdserve.rpc.v1.TokenPromptH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.pdserve.rpc.v1.SamplingParams\x12\x17\n\ndeadline_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12,\n\tplacement\x18\t \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x11\n\tslo_class\x18x \x01(\t\x12=\n\x12structured_outputs\x18z \x01(\x0b\x32!.pdserve.rpc.v1.StructuredOutputs\x12/\n\x0btool_choice\x18} \x01(\x0b\x32\x1a.pdserve.rpc.v1.ToolChoice\x12\x12\n\nsession_id\x18y \x01(\tB\x08\n\x06promptB\r\n\x0b_deadline_s\"\xcc\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12$\n\x05usage\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.Usage\x12-\n\x06report\x18\x07 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestReport\x12*\n\x08logprobs\x18\x08 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\x12\x31\n\ntool_calls\x18\x16 \x03(\x0b\x32\x1d.pdserve.rpc.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x17 \x01(\t\"5\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\"\xf3\x04\n\rRequestReport\x12,\n\tplacement\x18\x01 \x01(\x0e\x32\x19.pdserve.rpc.v1.Placement\x12\x18\n\x10placement_reason\x18\x02 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\treserve_s\x18\x06 \x01(\x01\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x0f\n\x07total_s\x18\n \x01(\x01\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\ntransfer_s\x18\x0c \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\r \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x0e \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x0f \x01(\r\x12\r\n\x05\x62inds\x18\x10 \x01(\r\x12\x17\n\x0fprefill_start_s\x18\x11 \x01(\x01\x12\x15\n\rprefill_end_s\x18\x12 \x01(\x01\x12\x16\n\x0ekv_committed_s\x18\x13 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x14 \x01(\x01\x12\x12\n\nrequest_id\x18\x32 \x01(\t\x12\x16\n\x0e\x63orrelation_id\x18\x33 \x01(\t\x12\r\n\x05\x65xact\x18< \x01(\x08\x12\x11\n\tslo_class\x18x \x01(\t\x12\x15\n\x08ttft_met\x18y \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08tpot_met\x18z \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x10predicted_ttft_s\x18} \x01(\x01\x42\x0b\n\t_ttft_metB\x0b\n\t_tpot_met\"9\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61ncel_token\x18\x32 \x01(\t\"1\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x10\n\x08not_here\x18\x32 \x01(\x08\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1a.pdserve.rpc.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x15\n\x13GetModelInfoRequest\"\xef\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x07 \x01(\x04\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x16\n\x0ekv_cache_dtype\x18\n \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xf4\x02\n\x17GetClusterStateResponse\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12,\n\x07workers\x18\x04 \x03(\x0b\x32\x1b.pdserve.rpc.v1.WorkerState\x12\x35\n\x0fset_aside_pairs\x18\x05 \x03(\x0b\x32\x1c.pdserve.rpc.v1.SetAsidePair\x12\x12\n\nblock_size\x18\x32 \x01(\r\x12\r\n\x05\x65xact\x18< \x01(\x08\x12+\n\x07\x63lasses\x18x \x03(\x0b\x32\x1a.pdserve.rpc.v1.ClassState\x12&\n\x06\x64\x65mand\x18y \x01(\x0b\x32\x16.pdserve.rpc.v1.Demand\x12-\n\x07scaling\x18z \x01(\x0b\x32\x1c.pdserve.rpc.v1.ScalingState\"\xef\x01\n\x06\x44\x65mand\x12\x10\n\x08uptime_s\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07refused\x18\x05 \x01(\x04\x12\x1c\n\x14queued_prompt_tokens\x18\x06 \x01(\x04\x12\x16\n\x0elongest_wait_s\x18\x07 \x01(\x01\x12\x10\n\x08ttft_met\x18\x08 \x01(\x04\x12\x13\n\x0bttft_missed\x18\t \x01(\x04\x12\x10\n\x08tpot_met\x18\n \x01(\x04\x12\x13\n\x0btpot_missed\x18\x0b \x01(\x04\"\xbe\x01\n\nClassState\x12\x11\n\tslo_class\x18\x01 \x01(\t\x12\x10\n\x08window_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x0c\n\x04good\x18\x04 \x01(\r\x12\x10\n\x08ttft_met\x18\x05 \x01(\r\x12\x13\n\x0bttft_missed\x18\x06 \x01(\r\x12\x10\n\x08tpot_met\x18\x07 \x01(\r\x12\x13\n\x0btpot_missed\x18\x08 \x01(\r\x12\x0f\n\x07refused\x18\t \x01(\r\x12\x0c\n\x04shed\x18\n \x01(\r\"t\n\x0cSetAsidePair\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bremaining_s\x18\x04 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x05 \x01(\r\"\xd3\x04\n\x0bWorkerState\x12*\n\x05hello\x18\x13 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHello\x12(\n\x04load\x18\x14 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoad\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x10 \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x17\n\x0fheartbeat_age_s\x18\x0b \x01(\x01\x12\x17\n\x0frequests_placed\x18\x0c \x01(\r\x12+\n\x06recent\x18x \x01(\x0b\x32\x1b.pdserve.rpc.v1.Utilisation\x12\x30\n\x0bsince_start\x18y \x01(\x0b\x32\x1b.pdserve.rpc.v1.UtilisationJ\x04\x08\x01\x10\x05J\x04\x08\x06\x10\x0bJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x11\x10\x12J\x04\x08\x12\x10\x13J\x04\x08(\x10)J\x04\x08)\x10*J\x04\x08<\x10=J\x04\x08P\x10QR\tworker_idR\x04roleR\x0bincarnationR\x07\x61\x64\x64ressR\x06\x62locksR\x0fqueued_requestsR\rqueued_tokensR\x11running_sequencesR\x0bleases_heldR\x0bloop_lag_msR\x03pidR\x15prefix_queried_tokensR\x11prefix_hit_tokensR\x11kv_corrupt_blocksR\x10kv_rotted_blocksR\x0cquantizationR\x08niceness\"]\n\x0bUtilisation\x12\x11\n\x04\x62usy\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03mfu\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x03mbu\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x07\n\x05_busyB\x06\n\x04_mfuB\x06\n\x04_mbu\"D\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18x \x01(\x06\x12\x0c\n\x04term\x18y \x01(\x04\"\xa3\x01\n\rDrainProgress\x12\x17\n\x0frequests_placed\x18\x01 \x01(\r\x12\x19\n\x11running_sequences\x18\x02 \x01(\r\x12\x13\n\x0bleases_held\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x04 \x01(\r\x12\x11\n\telapsed_s\x18\x05 \x01(\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x13\n\x0bincarnation\x18x \x01(\x06\x32\xcf\x02\n\tInference\x12O\n\x08Generate\x12\x1f.pdserve.rpc.v1.GenerateRequest\x1a .pdserve.rpc.v1.GenerateResponse0\x01\x12G\n\x06\x43\x61ncel\x12\x1d.pdserve.rpc.v1.CancelRequest\x1a\x1e.pdserve.rpc.v1.CancelResponse\x12M\n\x08Tokenize\x12\x1f.pdserve.rpc.v1.TokenizeRequest\x1a .pdserve.rpc.v1.TokenizeResponse\x12Y\n\x0cGetModelInfo\x12#.pdserve.rpc.v1.GetModelInfoRequest\x1a$.pdserve.rpc.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=109
-  _globals['_CHATMESSAGE']._serialized_end=153
-  _globals['_CHATPROMPT']._serialized_start=155
-  _globals['_CHATPROMPT']._serialized_end=214
-  _globals['_TOKENPROMPT']._serialized_start=216
-  _globals['_TOKENPROMPT']._serialized_end=242
-  _globals['_GENERATEREQUEST']._serialized_start=245
-  _globals['_GENERATEREQUEST']._serialized_end=690
-  _globals['_GENERATERESPONSE']._serialized_start=693
-  _globals['_GENERATERESPONSE']._serialized_end=955
-  _globals['_USAGE']._serialized_start=957
-  _globals['_USAGE']._serialized_end=1010
-  _globals['_REQUESTREPORT']._serialized_start=1013
-  _globals['_REQUESTREPORT']._serialized_end=1640
-  _globals['_CANCELREQUEST']._serialized_start=1642
-  _globals['_CANCELREQUEST']._serialized_end=1699
-  _globals['_CANCELRESPONSE']._serialized_start=1701
-  _globals['_CANCELRESPONSE']._serialized_end=1750
-  _globals['_TOKENIZEREQUEST']._serialized_start=1752
-  _globals['_TOKENIZEREQUEST']._serialized_end=1854
-  _globals['_TOKENIZERESPONSE']._serialized_start=1856
-  _globals['_TOKENIZERESPONSE']._serialized_end=1887
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1889
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1910
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1913
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2152
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=2154
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=2178
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=2181
-  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=2553
-  _globals['_DEMAND']._serialized_start=2556
-  _globals['_DEMAND']._serialized_end=2795
-  _globals['_CLASSSTATE']._serialized_start=2798
-  _globals['_CLASSSTATE']._serialized_end=2988
-  _globals['_SETASIDEPAIR']._serialized_start=2990
-  _globals['_SETASIDEPAIR']._serialized_end=3106
-  _globals['_WORKERSTATE']._serialized_start=3109
-  _globals['_WORKERSTATE']._serialized_end=3704
-  _globals['_UTILISATION']._serialized_start=3706
-  _globals['_UTILISATION']._serialized_end=3799
-  _globals['_DRAINREQUEST']._serialized_start=3801
-  _globals['_DRAINREQUEST']._serialized_end=3869
-  _globals['_DRAINPROGRESS']._serialized_start=3872
-  _globals['_DRAINPROGRESS']._serialized_end=4035
-  _globals['_INFERENCE']._serialized_start=4038
-  _globals['_INFERENCE']._serialized_end=4373
+  _globals['_CHATMESSAGE']._serialized_start=110
+  _globals['_CHATMESSAGE']._serialized_end=255
+  _globals['_TOOLCALL']._serialized_start=257
+  _globals['_TOOLCALL']._serialized_end=312
+  _globals['_CHATPROMPT']._serialized_start=314
+  _globals['_CHATPROMPT']._serialized_end=413
+  _globals['_TOOLCHOICE']._serialized_start=416
+  _globals['_TOOLCHOICE']._serialized_end=593
+  _globals['_TOOLCHOICE_MODE']._serialized_start=516
+  _globals['_TOOLCHOICE_MODE']._serialized_end=593
+  _globals['_TOOLCALLDELTA']._serialized_start=595
+  _globals['_TOOLCALLDELTA']._serialized_end=670
+  _globals['_TOKENPROMPT']._serialized_start=672
+  _globals['_TOKENPROMPT']._serialized_end=698
+  _globals['_GENERATEREQUEST']._serialized_start=701
+  _globals['_GENERATEREQUEST']._serialized_end=1195
+  _globals['_GENERATERESPONSE']._serialized_start=1198
+  _globals['_GENERATERESPONSE']._serialized_end=1530
+  _globals['_USAGE']._serialized_start=1532
+  _globals['_USAGE']._serialized_end=1585
+  _globals['_REQUESTREPORT']._serialized_start=1588
+  _globals['_REQUESTREPORT']._serialized_end=2215
+  _globals['_CANCELREQUEST']._serialized_start=2217
+  _globals['_CANCELREQUEST']._serialized_end=2274
+  _globals['_CANCELRESPONSE']._serialized_start=2276
+  _globals['_CANCELRESPONSE']._serialized_end=2325
+  _globals['_TOKENIZEREQUEST']._serialized_start=2327
+  _globals['_TOKENIZEREQUEST']._serialized_end=2429
+  _globals['_TOKENIZERESPONSE']._serialized_start=2431
+  _globals['_TOKENIZERESPONSE']._serialized_end=2462
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2464
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2485
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2488
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2727
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=2729
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=2753
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_start=2756
+  _globals['_GETCLUSTERSTATERESPONSE']._serialized_end=3128
+  _globals['_DEMAND']._serialized_start=3131
+  _globals['_DEMAND']._serialized_end=3370
+  _globals['_CLASSSTATE']._serialized_start=3373
+  _globals['_CLASSSTATE']._serialized_end=3563
+  _globals['_SETASIDEPAIR']._serialized_start=3565
+  _globals['_SETASIDEPAIR']._serialized_end=3681
+  _globals['_WORKERSTATE']._serialized_start=3684
+  _globals['_WORKERSTATE']._serialized_end=4279
+  _globals['_UTILISATION']._serialized_start=4281
+  _globals['_UTILISATION']._serialized_end=4374
+  _globals['_DRAINREQUEST']._serialized_start=4376
+  _globals['_DRAINREQUEST']._serialized_end=4444
+  _globals['_DRAINPROGRESS']._serialized_start=4447
+  _globals['_DRAINPROGRESS']._serialized_end=4610
+  _globals['_INFERENCE']._serialized_start=4613
+  _globals['_INFERENCE']._serialized_end=4948
 # @@protoc_insertion_point(module_scope)

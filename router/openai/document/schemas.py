@@ -11,13 +11,23 @@ from pdserve.core.limits import MAX_MESSAGES, IntRange, Limit, MaxBytes, MaxCoun
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from router.api.request import SESSION_ID
-from router.openai.body import ChatBody, CompletionBody
+from router.openai.body import ChatBody, CompletionBody, ToolFields
 from router.openai.document.descriptions import FIELDS
 from router.openai.prompt import MAX_PARTS, MAX_PROMPTS
-from router.openai.responses.body import LOGPROBS, MessageItem, ResponsesBody
+from router.openai.responses.body import (
+    LOGPROBS,
+    CallItem,
+    CallOutputItem,
+    FunctionTool,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+)
+from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import UNSUPPORTED
 
 BODIES: Final = (CompletionBody, ChatBody, ResponsesBody)
+ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
 PLACE: Final = "#/components/schemas/{name}"
 _SEED_LOW: Final = -(1 << 63)
 
@@ -33,7 +43,7 @@ _SAME: Final = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max
 
 def body_schemas() -> dict[str, dict[str, Any]]:
     """Return the schemas of the bodies and of all that is in them, by name."""
-    _, schemas = msgspec.json.schema_components([*BODIES, MessageItem], ref_template=PLACE)
+    _, schemas = msgspec.json.schema_components([*BODIES, *ITEMS, ToolFields, FunctionTool], ref_template=PLACE)
     for schema in schemas.values():
         for name, value in schema.get("properties", {}).items():
             schema["properties"][name] = _described(name, value)
@@ -99,7 +109,10 @@ def _details(schemas: dict[str, dict[str, Any]]) -> None:
     for name in ("Message", MessageItem.__name__):
         _lists(schemas[name]["properties"]["content"])["maxItems"] = MAX_PARTS
     items = _lists(responses["properties"]["input"])
-    items |= {"items": {"$ref": PLACE.format(name=MessageItem.__name__)}, "minItems": 1, "maxItems": MAX_MESSAGES}
+    entries = {"anyOf": [{"$ref": PLACE.format(name=kind.__name__)} for kind in ITEMS]}
+    items |= {"items": entries, "minItems": 1, "maxItems": MAX_MESSAGES}
+    for body, tool in ((chat, ToolFields), (responses, FunctionTool)):
+        _lists(body["properties"]["tools"]).update(items={"$ref": PLACE.format(name=tool.__name__)}, maxItems=MAX_TOOLS)
     _lists(responses["properties"]["include"])["items"] = {"enum": [LOGPROBS]}
 
 

@@ -6,7 +6,7 @@ adds to OpenAI's are those of a chat as well.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Raw, Struct
@@ -16,13 +16,6 @@ from router.openai.unsupported import neutral_values, unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The one entry of `include` that exists here."""
-NO_REASONING: Final[tuple[dict[str, Any], ...]] = (
-    {},
-    {"effort": None, "summary": None},
-    {"effort": None},
-    {"summary": None},
-    {"effort": "none"},
-)
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -61,6 +54,75 @@ class MessageItem(Struct, forbid_unknown_fields=True):
     phase: Raw = unsupported()
 
 
+class CallItem(Struct, forbid_unknown_fields=True, rename={"in_background": "async"}):
+    """A call of an earlier answer."""
+
+    type: str
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    in_background: Raw = unsupported(False)
+    caller: Raw = unsupported()
+    namespace: Raw = unsupported("")
+
+
+class CallOutputItem(Struct, forbid_unknown_fields=True):
+    """The result of a call."""
+
+    type: str
+    call_id: str
+    output: str | list[TextPart]
+    id: str | None = None
+    status: str | None = None
+    name: Raw = unsupported("")
+    caller: Raw = unsupported()
+    namespace: Raw = unsupported("")
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True):
+    """The reasoning of an earlier answer."""
+
+    type: str
+    id: str | None = None
+    status: str | None = None
+    content: list[TextPart] | None = None
+    summary: Raw = unsupported([])
+    encrypted_content: Raw = unsupported("")
+
+
+class FunctionTool(Struct, forbid_unknown_fields=True, rename={"in_background": "async"}):
+    """A tool that the model may call. Its type is checked before its other fields."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Raw = msgspec.field(default_factory=json_null)
+    strict: bool | None = None
+    in_background: Raw = unsupported(False)
+    allowed_callers: Raw = unsupported([], ["direct"])
+    defer_loading: Raw = unsupported(False)
+    output_schema: Raw = unsupported()
+
+
+class FunctionChoice(Struct, forbid_unknown_fields=True):
+    """The one tool that is to be called."""
+
+    type: str
+    name: str | None = None
+
+
+class ReasoningOptions(Struct, forbid_unknown_fields=True):
+    """The options of reasoning."""
+
+    effort: str | None = None
+    summary: Raw = unsupported()
+    generate_summary: Raw = unsupported()
+    context: Raw = unsupported()
+    mode: Raw = unsupported()
+
+
 class TextFormat(Struct, forbid_unknown_fields=True):
     """The form of the output's text."""
 
@@ -96,7 +158,11 @@ class ResponsesBody(Scalars, kw_only=True):
     text: TextOptions | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
+    tools: list[Raw] | None = None
+    tool_choice: str | dict[str, Raw] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: Raw = msgspec.field(default_factory=json_null)
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -120,10 +186,7 @@ class ResponsesBody(Scalars, kw_only=True):
     prompt: Raw = unsupported()
     context_management: Raw = unsupported([])
     truncation: Raw = unsupported("disabled")
-    tools: Raw = unsupported([])
-    tool_choice: Raw = unsupported("none", "auto")
     max_tool_calls: Raw = unsupported()
-    reasoning: Raw = unsupported(*NO_REASONING)
     service_tier: Raw = unsupported("auto", "default")
     moderation: Raw = unsupported()
     access_programs: Raw = unsupported()
@@ -143,7 +206,7 @@ class ResponsesBody(Scalars, kw_only=True):
     vllm_xargs: Raw = unsupported({})
 
 
-_OWN: Final = {"input", "text", "stream_options", "top_logprobs"}
+_OWN: Final = {"tools", "tool_choice", "reasoning", "input", "text", "stream_options", "top_logprobs"}
 SHARED: Final = tuple(
     name
     for name in ResponsesBody.__struct_fields__

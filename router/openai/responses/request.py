@@ -11,13 +11,22 @@ import msgspec
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
 from pdserve.core.sampling import SamplingParams
-from router.openai.body import ChatBody, JsonSchema, Message, ResponseFormat
+from router.openai.body import ChatBody, JsonSchema, ResponseFormat
 from router.openai.errors import encode_json
 from router.openai.ignored import Ignored, decode_body, joined
 from router.openai.json import decode, refuse, show
-from router.openai.prompt import MAX_PARTS
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, chat_call
-from router.openai.responses.body import LOGPROBS, SHARED, ItemKind, MessageItem, ResponsesBody, TextOptions, TextPart
+from router.openai.responses.body import (
+    LOGPROBS,
+    SHARED,
+    FunctionChoice,
+    FunctionTool,
+    ItemKind,
+    ResponsesBody,
+    TextOptions,
+)
+from router.openai.responses.items import Turns
+from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import refuse_unsupported
 
 MAX_METADATA: Final = 16  # OpenAI's limits: pairs, and characters of a key and of a value
@@ -25,16 +34,17 @@ MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
 _BODY: Final = msgspec.json.Decoder(ResponsesBody)
 _KIND: Final = msgspec.json.Decoder(ItemKind)
-_MESSAGE: Final = msgspec.json.Decoder(MessageItem)
+_TOOL: Final = msgspec.json.Decoder(FunctionTool)
+_CHOICE: Final = msgspec.json.Decoder(FunctionChoice)
 _VALUE: Final = msgspec.json.Decoder()
 _DEFAULTS: Final = SamplingParams()
-_TEXT_TYPES: Final = ("input_text", "output_text")
-_RENAMED: Final = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-_PLACE: Final = re.compile(r"messages\[([0-9]+)\]")
+_RENAMED: Final = (
+    (r"^max_completion_tokens$", "max_output_tokens"),
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^(tools\[[0-9]+\]|tool_choice)\.function", r"\1"),
+    (r"^reasoning_effort$", "reasoning.effort"),
+)
+"""Fields of a chat and their names here, as regular expressions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +77,29 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
         if not fields.stream:
             raise refuse("stream_options", "is only allowed with stream: true")
     logprobs = _logprobs(fields)
-    messages, places, left_out = _messages(fields)
+    turns = _turns(fields)
+    tools, left_out = _tools(fields.tools or [])
+    effort = None
+    if fields.reasoning is not None:
+        refuse_unsupported(fields.reasoning, "reasoning.")
+        effort = fields.reasoning.effort
     chat = ChatBody(
-        messages=messages,
+        messages=turns.messages,
         max_completion_tokens=fields.max_output_tokens,
         logprobs=logprobs or None,
         top_logprobs=fields.top_logprobs if logprobs else None,
         response_format=_format(fields.text),
+        tools=[_chats_tool(tool) for tool in tools] or None,
+        tool_choice=_chats_choice(fields.tool_choice),
+        reasoning_effort=effort,
         **{name: getattr(fields, name) for name in SHARED},
     )
     _check_metadata(fields.metadata or {})
     try:
         call = chat_call(chat, header_id, headers)
     except InvalidRequest as exc:
-        raise _renamed(exc, places) from exc
-    return ResponsesCall(call, joined([ignored, *left_out]), _repeated(fields), logprobs)
+        raise _renamed(exc, turns) from exc
+    return ResponsesCall(call, joined([ignored, *turns.left_out, *left_out]), _repeated(fields, tools), logprobs)
 
 
 def _logprobs(fields: ResponsesBody) -> bool:
@@ -93,50 +111,62 @@ def _logprobs(fields: ResponsesBody) -> bool:
     return bool(fields.include)
 
 
-def _messages(fields: ResponsesBody) -> tuple[list[Message], list[str], list[Ignored]]:
-    """Return the messages of the chat, the name of each in the body, and the fields of each that were left out."""
-    messages = [] if fields.instructions is None else [Message("system", fields.instructions)]
-    places = ["instructions"] * len(messages)
+def _turns(fields: ResponsesBody) -> Turns:
+    """Return the messages of the chat."""
+    turns = Turns()
+    if fields.instructions is not None:
+        turns.say("system", fields.instructions, "instructions")
     if fields.input is None:
         raise refuse("input", "is missing")
     if isinstance(fields.input, str):
-        return [*messages, Message("user", fields.input)], [*places, "input"], []
+        turns.say("user", fields.input, "input")
+        return turns
     if not fields.input:
         raise refuse("input", "must hold at least one item")
-    if len(fields.input) + len(messages) > MAX_MESSAGES:
-        raise refuse("input", f"holds {len(fields.input)} items; at most {MAX_MESSAGES - len(messages)} are allowed")
-    left_out = []
+    most = MAX_MESSAGES - (fields.instructions is not None)
+    if len(fields.input) > most:
+        raise refuse("input", f"holds {len(fields.input)} items; at most {most} are allowed")
     for i, raw in enumerate(fields.input):
-        place = f"input[{i}]"
-        message, ignored = _item(bytes(raw), place)
-        messages.append(message)
-        places.append(place)
+        turns.add(bytes(raw), f"input[{i}]")
+    return turns
+
+
+def _tools(raws: list[msgspec.Raw]) -> tuple[list[FunctionTool], list[Ignored]]:
+    """Return the tools, and the fields of each that were left out."""
+    if len(raws) > MAX_TOOLS:
+        raise refuse("tools", f"holds {len(raws)} tools; at most {MAX_TOOLS} are allowed")
+    tools, left_out = [], []
+    for i, raw in enumerate(raws):
+        place = f"tools[{i}]"
+        kind = decode(bytes(raw), _KIND, place).type
+        if kind != "function":
+            raise refuse(f"{place}.type", f"{show(kind)} is not supported; only 'function' is")
+        tool, ignored = decode_body(bytes(raw), _TOOL, place)
+        refuse_unsupported(tool, f"{place}.")
+        if tool.name is None:
+            raise refuse(f"{place}.name", "is missing")
+        tools.append(tool)
         left_out.append(ignored)
-    return messages, places, left_out
+    return tools, left_out
 
 
-def _item(data: bytes, place: str) -> tuple[Message, Ignored]:
-    """Return an item of the input as a message. An item without a type is a message."""
-    kind = decode(data, _KIND, place).type
-    if kind is not None and kind != "message":
-        raise refuse(f"{place}.type", f"{show(kind)} is not supported; only 'message' is")
-    item, ignored = decode_body(data, _MESSAGE, place)
-    refuse_unsupported(item, f"{place}.")
-    content = item.content
-    if isinstance(content, list):
-        if len(content) > MAX_PARTS:
-            raise refuse(f"{place}.content", f"has {len(content)} parts; at most {MAX_PARTS} are allowed")
-        content = "\n".join(_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
-    return Message(item.role, content), ignored
+def _chats_tool(tool: FunctionTool) -> msgspec.Raw:
+    """Return a tool as a chat writes it."""
+    function = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    return msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
 
 
-def _text(part: TextPart, place: str) -> str:
-    if part.type not in _TEXT_TYPES:
-        raise refuse(f"{place}.type", f"{show(part.type)} is not supported; only {' and '.join(_TEXT_TYPES)} are")
-    refuse_unsupported(part, f"{place}.")
-    if part.text is None:
-        raise refuse(f"{place}.text", "is missing")
-    return part.text
+def _chats_choice(choice: str | dict[str, msgspec.Raw] | None) -> str | dict[str, msgspec.Raw] | None:
+    """Return the choice of tools as a chat writes it."""
+    if not isinstance(choice, dict):
+        return choice
+    chosen, _ = decode_body(msgspec.json.encode(choice), _CHOICE, "tool_choice")
+    if chosen.type != "function":
+        raise refuse("tool_choice.type", f"{show(chosen.type)} is not supported; only 'function' is")
+    if chosen.name is None:
+        raise refuse("tool_choice.name", "is missing")
+    function = msgspec.Raw(msgspec.json.encode({"name": chosen.name}))
+    return {"type": msgspec.Raw(b'"function"'), "function": function}
 
 
 def _format(options: TextOptions | None) -> ResponseFormat | None:
@@ -162,20 +192,17 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             raise refuse("metadata", f"allows {MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value")
 
 
-def _renamed(error: InvalidRequest, places: list[str]) -> InvalidRequest:
+def _renamed(error: InvalidRequest, turns: Turns) -> InvalidRequest:
     """Return an error of the chat with the name that the field has in this body."""
-    old = error.field
-    new = _PLACE.sub(lambda found: places[int(found[1])], old)
-    for chats, own in _RENAMED.items():
-        if new == chats or new.startswith(f"{chats}."):
-            new = own + new.removeprefix(chats)
-            break
+    old, new = error.field, turns.renamed(error)
+    for chats, own in _RENAMED:
+        new = re.sub(chats, own, new)
     if new == old:
         return error
     return InvalidRequest(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
 
 
-def _repeated(fields: ResponsesBody) -> bytes:
+def _repeated(fields: ResponsesBody, tools: list[FunctionTool]) -> bytes:
     """Return the members of the answer that repeat the request. Where the client gave no value, it is the default."""
     form: dict[str, Any] = {"type": "text"}
     if fields.text is not None and fields.text.format is not None:
@@ -192,8 +219,9 @@ def _repeated(fields: ResponsesBody) -> bytes:
         "safety_identifier": fields.safety_identifier,
         "temperature": _DEFAULTS.temperature if fields.temperature is None else fields.temperature,
         "text": {"format": form},
-        "tool_choice": "auto",
-        "tools": [],
+        "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
+        "tool_choice": _told_choice(fields.tool_choice),
+        "tools": [_told_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": _DEFAULTS.top_p if fields.top_p is None else fields.top_p,
         "user": fields.user,
@@ -201,4 +229,16 @@ def _repeated(fields: ResponsesBody) -> bytes:
     try:
         return encode_json(values)[1:-1]
     except RecursionError as exc:
-        raise refuse("text.format.schema", "is nested too deeply") from exc
+        raise refuse("body", "is nested too deeply") from exc
+
+
+def _told_choice(choice: str | dict[str, msgspec.Raw] | None) -> Any:
+    if choice is None:
+        return "auto"
+    return choice if isinstance(choice, str) else decode(msgspec.json.encode(choice), _VALUE, "tool_choice")
+
+
+def _told_tool(tool: FunctionTool, place: str) -> dict[str, Any]:
+    parameters = decode(bytes(tool.parameters), _VALUE, f"{place}.parameters")
+    told = {"type": "function", "name": tool.name, "description": tool.description}
+    return {**told, "parameters": parameters, "strict": tool.strict}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -14,10 +15,9 @@ from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
-from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, Role
+from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, SPEC_LINK_VERSIONS, Role, newest_field
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
-from router.service.link_features import FEATURES, Feature
 from router.service.service import RouterService
 from testkit.fake_worker import DECODE
 
@@ -42,24 +42,24 @@ class Sent:
 
 def _with(field: str) -> RequestSpec:
     """Return a request that sets this field."""
-    named = {"include_stop_str_in_output": "include_stop_str_in_output", "skip_special_tokens": "keep_special_tokens"}
-    sampling = SamplingParams(max_tokens=3, **({named[field]: True} if field in named else {}))  # type: ignore[arg-type]
-    return RequestSpec((1, 2), sampling, constraint=None if field in named else Constraint(ConstraintKind.REGEX, "a+"))
+    options: dict[str, Any] = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    sampling = SamplingParams(max_tokens=3, **({field: options[field]} if field in options else {}))
+    return RequestSpec((1, 2), sampling, constraint=None if field in options else Constraint(ConstraintKind.REGEX, "a+"))
 
 
 @pytest.mark.parametrize("newest", [False, True])
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.field)
-def test_a_worker_that_would_ignore_a_field_is_not_sent_it(feature: Feature, newest: bool) -> None:
+@pytest.mark.parametrize(("field", "since"), [(field, since) for field, since, _ in SPEC_LINK_VERSIONS])
+def test_a_worker_that_would_ignore_a_field_is_not_sent_it(field: str, since: int, newest: bool) -> None:
     """It has linked after the request was admitted. Its work without the field goes on."""
-    version = LINK_VERSIONS.newest if newest else feature.since - 1
-    assert feature.is_set(_with(feature.field))
+    version = LINK_VERSIONS.newest if newest else since - 1
+    assert newest_field(_with(field)) == (field, since)
 
     async def story() -> None:
         links = Sent()
         made = RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)  # type: ignore[arg-type]
         fingerprint = tiny_model().card.fingerprint
         made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", Role.DECODE, model_fingerprint=fingerprint, link_version=version)))
-        for name, spec in (("free", RequestSpec((1, 2), SamplingParams(max_tokens=3))), ("bound", _with(feature.field))):
+        for name, spec in (("free", RequestSpec((1, 2), SamplingParams(max_tokens=3))), ("bound", _with(field))):
             made._start(ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf))
         told = [made._core.requests.get(RequestId(name)) for name in ("free", "bound")]
         assert None not in told
