@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError
 from router.api.answer import Delta, Generation
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
@@ -19,7 +19,10 @@ async def respond(api: RouterApi, asked: ResponsesCall, reply: Reply) -> None:
     """Run a request and write its answer. Raises a `PdserveError`; `reply.started` then tells whether something was already
     sent."""
     (request,) = asked.call.inputs
-    generation = await api.submit(request)
+    try:
+        generation = await api.submit(request)
+    except InvalidRequest as exc:
+        raise asked.names.renamed(exc) from exc
     try:
         output = _Output(ResponseWriter(asked, api.model_name), ChatLogprobs(api.token_bytes) if asked.logprobs else None)
         if asked.call.stream:

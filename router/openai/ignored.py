@@ -75,6 +75,13 @@ def decode_body(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = 
     return decode(kept, decoder, field), Ignored(tuple(leaver.names), leaver.count, leaver.more)
 
 
+def ignored_in(data: bytes, shape: type[Struct], field: str) -> Ignored:
+    """Return the unknown fields of a list of objects that is decoded elsewhere, where they have been left out."""
+    leaver = _Leaver()
+    leaver.nested(data, shape, field)
+    return Ignored(tuple(leaver.names), leaver.count, leaver.more)
+
+
 class _Leaver:
     """Leaves unknown fields out of JSON, and collects their names."""
 
@@ -94,10 +101,11 @@ class _Leaver:
                 self._add(prefix, name)
             else:
                 nested = fields[name]
-                kept[name] = value if nested is None else Raw(self._nested(bytes(value), nested, prefix + name))
+                kept[name] = value if nested is None else Raw(self.nested(bytes(value), nested, prefix + name))
         return msgspec.json.encode(kept)
 
-    def _nested(self, data: bytes, shape: type[Struct], field: str) -> bytes:
+    def nested(self, data: bytes, shape: type[Struct], field: str) -> bytes:
+        """Return an object, or a list of objects, without unknown fields."""
         if not data.startswith(b"["):
             return self.without(data, shape, f"{field}.")
         items = decode(data, _LIST)

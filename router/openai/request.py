@@ -7,6 +7,7 @@ or on sampling, so gRPC and HTTP clients meet the same limits.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,8 +16,8 @@ import msgspec
 from pdserve.core.sampling import Placement
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
-from router.openai.body import ChatBody, CompletionBody, StreamOptions
-from router.openai.ignored import NOTHING, Ignored, decode_body
+from router.openai.body import NULL, ChatBody, CompletionBody, MessageCall, StreamOptions, ToolFields
+from router.openai.ignored import NOTHING, Ignored, decode_body, ignored_in, joined
 from router.openai.json import refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
@@ -69,7 +70,18 @@ def parse_completion(
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _CHAT)
-    return replace(chat_call(fields, header_id, headers), ignored=ignored)
+    call = chat_call(fields, header_id, headers)
+    left_out = [ignored, *_ignored_in_tools(fields)]
+    return replace(call, ignored=joined(left_out)) if any(one.count for one in left_out) else call
+
+
+def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
+    """Yield what was left out of tools and of calls, which are not decoded with the body."""
+    if fields.tools:
+        yield ignored_in(msgspec.json.encode(fields.tools), ToolFields, "tools")
+    for message in fields.messages or ():
+        if message.tool_calls is not NULL and bytes(message.tool_calls).startswith(b"["):
+            yield ignored_in(bytes(message.tool_calls), MessageCall, "messages[].tool_calls")
 
 
 def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:

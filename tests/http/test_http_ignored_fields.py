@@ -154,6 +154,15 @@ def test_names_at_every_depth_are_told() -> None:
     assert json.loads(call.inputs[0].constraint.text) == {"type": "object", "free": 1}
 
 
+def test_names_in_tools_and_calls_are_told() -> None:
+    tool = {"type": "function", "function": {"name": "f", "cache": 1, "parameters": {"free": 1}}, "cache_control": {}}
+    spoken = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}
+    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [spoken]}]
+    call = parse_chat(json.dumps({"messages": messages, "tools": [tool, {**tool, "function": {"name": "g"}}]}).encode(), None)
+    assert sorted(call.ignored.names) == ["messages[].tool_calls[].index", "tools[].cache_control", "tools[].function.cache"]
+    assert call.ignored.count == 4
+
+
 @given(st.dictionaries(st.text(max_size=100), st.none() | st.integers() | st.lists(st.text(max_size=3)), max_size=30))
 def test_any_names_make_a_safe_header_and_change_nothing(unknown: dict[str, Any]) -> None:
     unknown = {f"\r\n{name}": value for name, value in unknown.items()}

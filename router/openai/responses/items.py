@@ -5,19 +5,18 @@ A call belongs to the message of the assistant before it, reasoning to the item 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
-from pdserve.core.errors import InvalidRequest
 from router.openai.body import Message
 from router.openai.ignored import Ignored, decode_body
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import MAX_PARTS
 from router.openai.responses.body import CallItem, CallOutputItem, ItemKind, MessageItem, ReasoningItem, TextPart
+from router.openai.responses.names import Names
 from router.openai.unsupported import refuse_unsupported
 
 _KIND: Final = msgspec.json.Decoder(ItemKind)
@@ -28,9 +27,6 @@ _REASONING: Final = msgspec.json.Decoder(ReasoningItem)
 KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
 _TEXT_TYPES: Final = ("input_text", "output_text")
 _ASSISTANT: Final = "assistant"
-_CALL_PLACE: Final = re.compile(r"messages\[([0-9]+)\]\.tool_calls\[([0-9]+)\](\.function)?")
-_PLACE: Final = re.compile(r"messages\[([0-9]+)\]")
-_ID_PLACE: Final = ".tool_call_id"
 
 
 @dataclass(slots=True)
@@ -96,12 +92,10 @@ class Turns:
                 raise refuse(f"{place}.type", f"{show(kind)} is not supported; only {', '.join(KINDS)} are")
         self.left_out.append(ignored)
 
-    def renamed(self, error: InvalidRequest) -> str:
-        """Return the name that the field of an error of the chat has in this body."""
-        name = _CALL_PLACE.sub(lambda found: self._turns[int(found[1])].call_places[int(found[2])], error.field)
-        if name != error.field:
-            return name
-        return _PLACE.sub(lambda found: self._turns[int(found[1])].place, name).replace(_ID_PLACE, ".call_id")
+    def names(self, *, formatted: bool) -> Names:
+        """Return the names of the items in the body. `formatted`: the constraint came from `text.format`."""
+        calls = tuple(tuple(turn.call_places) for turn in self._turns)
+        return Names(tuple(turn.place for turn in self._turns), calls, formatted)
 
     def _message(self, item: MessageItem, place: str) -> None:
         content = _joined(item.content, f"{place}.content")

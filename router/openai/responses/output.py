@@ -99,7 +99,7 @@ class MessageOutput(_Parted):
 
 
 class ReasoningOutput(_Parted):
-    """What the model wrote to itself."""
+    """The text that the model wrote to itself."""
 
     name = b"reasoning_text"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from router.openai.responses.body import (
     TextOptions,
 )
 from router.openai.responses.items import Turns
+from router.openai.responses.names import Names
 from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import refuse_unsupported
 
@@ -38,13 +38,6 @@ _TOOL: Final = msgspec.json.Decoder(FunctionTool)
 _CHOICE: Final = msgspec.json.Decoder(FunctionChoice)
 _VALUE: Final = msgspec.json.Decoder()
 _DEFAULTS: Final = SamplingParams()
-_RENAMED: Final = (
-    (r"^max_completion_tokens$", "max_output_tokens"),
-    (r"^response_format(\.json_schema)?", "text.format"),
-    (r"^(tools\[[0-9]+\]|tool_choice)\.function", r"\1"),
-    (r"^reasoning_effort$", "reasoning.effort"),
-)
-"""Fields of a chat and their names here, as regular expressions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +49,7 @@ class ResponsesCall:
     repeated: bytes
     """The fields of the answer that are those of the request, as members of a JSON object."""
     logprobs: bool
+    names: Names
 
     @property
     def request_id(self) -> str:
@@ -95,11 +89,12 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
         **{name: getattr(fields, name) for name in SHARED},
     )
     _check_metadata(fields.metadata or {})
+    names = turns.names(formatted=chat.response_format is not None)
     try:
         call = chat_call(chat, header_id, headers)
     except InvalidRequest as exc:
-        raise _renamed(exc, turns) from exc
-    return ResponsesCall(call, joined([ignored, *turns.left_out, *left_out]), _repeated(fields, tools), logprobs)
+        raise names.renamed(exc) from exc
+    return ResponsesCall(call, joined([ignored, *turns.left_out, *left_out]), _repeated(fields, tools), logprobs, names)
 
 
 def _logprobs(fields: ResponsesBody) -> bool:
@@ -190,16 +185,6 @@ def _check_metadata(metadata: dict[str, str]) -> None:
     for key, value in metadata.items():
         if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
             raise refuse("metadata", f"allows {MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value")
-
-
-def _renamed(error: InvalidRequest, turns: Turns) -> InvalidRequest:
-    """Return an error of the chat with the name that the field has in this body."""
-    old, new = error.field, turns.renamed(error)
-    for chats, own in _RENAMED:
-        new = re.sub(chats, own, new)
-    if new == old:
-        return error
-    return InvalidRequest(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
 
 
 def _repeated(fields: ResponsesBody, tools: list[FunctionTool]) -> bytes:
