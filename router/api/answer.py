@@ -86,6 +86,10 @@ class Generation(Protocol):
     prompt_len: int
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model gets it."""
+
+    @property
     def dropped(self) -> Cancelled | None:
         """The reason why the client was dropped: it took nothing for too long. None: it was not."""
 

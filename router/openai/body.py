@@ -181,14 +181,13 @@ class Body(Scalars, kw_only=True):
     structured_outputs: dict[str, Raw] | None = None
 
     user: str | None = None
+    n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
-    n: Raw = unsupported(1)
-    best_of: Raw = unsupported(1)
     prompt_logprobs: Raw = unsupported()
     echo: Raw = unsupported(False)
     suffix: Raw = unsupported("")
-    length_penalty: Raw = unsupported(1, 1.0)
-    use_beam_search: Raw = unsupported(False)
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
     guided_choice: Raw = unsupported()
@@ -218,6 +217,7 @@ class CompletionBody(Body, kw_only=True):
     """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
+    best_of: int | None = None
 
     add_special_tokens: Raw = unsupported(True)
 
@@ -225,6 +225,7 @@ class CompletionBody(Body, kw_only=True):
 class ChatBody(Body, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
+    best_of: Raw = unsupported(1)
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
 

@@ -20,6 +20,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.observe.title import set_title
 from router.openai.request import Call
 from router.openai.responses.request import ResponsesCall
+from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, parse
 
 LENGTH: Final = struct.Struct(">Q")  # stands before each pickle, in both directions
@@ -36,6 +37,12 @@ def pack(result: Any) -> Any:
     if isinstance(result, Call):
         return replace(result, inputs=tuple(pack(one) for one in result.inputs))
     if isinstance(result, ResponsesCall):  # a chat has no token ids
+        return result
+    if isinstance(result, Batch):
+        return replace(result, calls=tuple(pack(one) for one in result.calls))
+    if isinstance(result, GenerateCall):
+        return replace(result, input=pack(result.input))
+    if isinstance(result, Refused):
         return result
     prompt = result.prompt
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):

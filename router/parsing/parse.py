@@ -11,10 +11,10 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
-from router.api.request import GenerateInput, Prompt
+from router.api.request import Prompt
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import ResponsesCall, parse_responses
-from router.parsing.generate import generate_input, prompt_of
+from router.parsing.generate import Batch, GenerateCall, generate_batch, generate_call, prompt_of
 
 
 class Kind(Enum):
@@ -24,6 +24,7 @@ class Kind(Enum):
     CHAT = "chat"
     RESPONSES = "responses"
     GENERATE = "generate"  # protobuf
+    GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
 
 
@@ -52,8 +53,8 @@ class TokenizeInput:
     prompt: Prompt
 
 
-Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
-Parsed = Call | ResponsesCall | GenerateInput | TokenizeInput
+Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.GenerateBatchRequest, inference_pb2.TokenizeRequest)
+Parsed = Call | ResponsesCall | GenerateCall | Batch | TokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -66,8 +67,15 @@ def parse(job: Job) -> Parsed:
         case Kind.RESPONSES:
             return parse_responses(job.data, job.header_id, job.headers)
         case Kind.GENERATE:
-            return generate_input(
+            return generate_call(
                 _message(inference_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case Kind.GENERATE_BATCH:
+            return generate_batch(
+                _message(inference_pb2.GenerateBatchRequest(), job.data),
                 call_remaining_s=job.call_remaining_s,
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,

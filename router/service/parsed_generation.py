@@ -21,6 +21,7 @@ class ParsedGeneration:
         """`new_id` returns the id of the next call. `marks` puts special tokens into the text. None: the text has all marks."""
         self.request_id = inner.request_id
         self.prompt_len = inner.prompt_len
+        self.prompt_ids = inner.prompt_ids
         self._inner = inner
         self._deltas = aiter(inner)
         self._parser = parser

@@ -30,6 +30,7 @@ class FakeGeneration:
     def __init__(self, api: FakeApi, request: GenerateInput) -> None:
         self.request_id = request.request_id or "made-by-router"
         self.prompt_len = max(1, len(request.prompt))
+        self.prompt_ids = tuple(range(self.prompt_len))
         self.closed = False
         self.finished = False
         self.failed = False
@@ -92,6 +93,7 @@ class FakeApi:
     max_prompt_tokens: int = 4095
     max_deadline_s: float = 600.0
     ignored: dict[str, int] = field(default_factory=dict)
+    default_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from click.testing import CliRunner
 
+from pdserve.cli import main
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.text.chat import ChatTemplate
@@ -203,6 +205,18 @@ def test_grpc_tells_calls_and_reasoning_in_pieces() -> None:
             )
             shown = await cluster.stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat))
             assert len(shown.ids) > len(plain.ids) + 50
+
+    run(story())
+
+
+def test_the_chat_command_shows_reasoning() -> None:
+    async def story() -> None:
+        async with speaking("<think>Hm, 1 < 2.</think>Yes.") as (cluster, _):
+            arguments = ["chat", "--address", cluster.grpc_address]
+            result = await asyncio.to_thread(CliRunner().invoke, main, arguments, input="Is it?\n")
+            assert "Hm, 1 < 2." in result.stdout
+            assert "Yes." in result.stdout
+            assert "<think>" not in result.stdout
 
     run(story())
 

@@ -10,6 +10,7 @@ import msgspec
 from pdserve.core.limits import MAX_MESSAGES, IntRange, Limit, MaxBytes, MaxCount, RealRange, TextLengths, limits_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
+from router.api.choices import MAX_CHOICES
 from router.api.request import SESSION_ID
 from router.openai.body import ChatBody, CompletionBody, ToolFields
 from router.openai.document.descriptions import FIELDS
@@ -34,6 +35,8 @@ _SEED_LOW: Final = -(1 << 63)
 _LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
     **limits_of(SamplingParams),
     **limits_of(RequestSpec),
+    "n": (MAX_CHOICES,),
+    "best_of": (MAX_CHOICES,),
     "session_id": (SESSION_ID,),
     "prompt_cache_key": (SESSION_ID,),
 }
