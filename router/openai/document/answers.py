@@ -44,8 +44,8 @@ _CHAT_CHOICE: Final = {
 _TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "text": _TEXT}
 _RESPONSE_USAGE: Final = {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
 _LIMITS: Final = {
-    "max_prompt_tokens": _COUNT, "max_body_bytes": _COUNT, "max_prompts": _COUNT, "max_messages": _COUNT, "max_n": _COUNT, "max_tools": _COUNT,
-    "max_logprobs": _COUNT, "max_stop": _COUNT, "max_stop_token_ids": _COUNT, "max_logit_bias": _COUNT,
+    "max_prompt_tokens": _COUNT, "max_body_bytes": _COUNT, "max_prompts": _COUNT, "max_messages": _COUNT, "max_n": _COUNT,
+    "max_tools": _COUNT, "max_logprobs": _COUNT, "max_stop": _COUNT, "max_stop_token_ids": _COUNT, "max_logit_bias": _COUNT,
     "max_deadline_s": {"type": "number"},
 }  # fmt: skip
 _CARD: Final = {
