@@ -258,6 +258,10 @@ class RouterService:
             has_chat_template=model.tokenizer.has_chat_template,
         )
 
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        """Implements `RouterApi.ignored_fields`."""
+        self._metrics.ignored_fields(endpoint, count)
+
     def metrics(self) -> bytes:
         """Implements `RouterApi.metrics`."""
         return self._metrics.render()
