@@ -111,6 +111,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 logprobs=logprobs_to_wire(delta.logprobs),
                 tool_calls=_calls(delta),
                 reasoning=delta.reasoning,
+                prompt_logprobs=logprobs_to_wire(delta.prompt_logprobs),
             )
         context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
         return _last(generation.request_id, delta, generation.report)
@@ -158,6 +159,7 @@ def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.Genera
         logprobs=logprobs_to_wire(delta.logprobs),
         tool_calls=_calls(delta),
         reasoning=delta.reasoning,
+        prompt_logprobs=logprobs_to_wire(delta.prompt_logprobs),
     )
 
 

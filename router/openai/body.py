@@ -118,11 +118,10 @@ class Body(_Scalars, kw_only=True):
     logit_bias: dict[str, Raw] | None = None
     response_format: dict[str, Raw] | None = None
     structured_outputs: dict[str, Raw] | None = None
+    prompt_logprobs: int | None = None
 
     n: Raw = unsupported(1)
     best_of: Raw = unsupported(1)
-    prompt_logprobs: Raw = unsupported()
-    echo: Raw = unsupported(False)
     suffix: Raw = unsupported("")
     length_penalty: Raw = unsupported(1, 1.0)
     use_beam_search: Raw = unsupported(False)
@@ -144,6 +143,7 @@ class CompletionBody(Body, kw_only=True):
     """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
+    echo: bool | None = None
 
     add_special_tokens: Raw = unsupported(True)
     """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
@@ -164,6 +164,7 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    echo: Raw = unsupported(False)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])

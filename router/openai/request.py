@@ -16,9 +16,10 @@ from pdserve.core.sampling import Placement
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
+from router.openai.echo import NOTHING_SHOWN, PromptShown
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
-from router.openai.sampling import read_options, read_sampling
+from router.openai.sampling import read_options, read_sampling, read_shown
 from router.openai.structured import read_constraint
 from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
@@ -41,6 +42,7 @@ class Call:
     continuous_usage: bool
     correlation_id: str = ""
     """The client's name for the request. It need not be unique."""
+    shown: PromptShown = NOTHING_SHOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         constraint=read_constraint(body),
     )
     chat = isinstance(body, ChatBody)
-    return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)
+    options = (stream, include_usage, continuous_usage, correlation_id, read_shown(body))
+    return Call(chat, request_id, _inputs(common, prompts), *options)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:

@@ -21,6 +21,7 @@ class ParsedGeneration:
         """`new_id` returns the id of the next call. `marks` puts special tokens into the text. None: the text has all marks."""
         self.request_id = inner.request_id
         self.prompt_len = inner.prompt_len
+        self.prompt_ids = inner.prompt_ids
         self._inner = inner
         self._deltas = aiter(inner)
         self._parser = parser
@@ -66,7 +67,7 @@ class ParsedGeneration:
             finish_reason = FinishReason.TOOL_CALLS
         content = "".join([event.text for event in events if isinstance(event, Content)])
         reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
-        return Delta(delta.index, delta.ids, content, finish_reason, delta.logprobs, reasoning, calls)
+        return Delta(delta.index, delta.ids, content, finish_reason, delta.logprobs, reasoning, calls, delta.prompt_logprobs)
 
     def _pieces(self, events: list[Event]) -> tuple[CallDelta, ...]:
         """Return the pieces of calls among the events. Pieces of the same call are joined."""

@@ -35,6 +35,7 @@ class Echo:
     def __init__(self, request_id: str, text: str, gate: asyncio.Event) -> None:
         self.request_id = request_id
         self.prompt_len = len(text)
+        self.prompt_ids = tuple(map(ord, text))
         self.dropped: Cancelled | None = None
         self.cancelled = False
         self.closed = False
