@@ -86,7 +86,10 @@ class Generation(Protocol):
 
     request_id: str
     prompt_len: int
-    prompt_ids: tuple[int, ...]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model gets it."""
 
     @property
     def dropped(self) -> Cancelled | None:

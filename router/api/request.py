@@ -113,3 +113,6 @@ class GenerateInput:
     """What the text of the output must be. None: any text."""
     tool_choice: ToolChoice = ToolChoice()
     """The calls that the output may have, if the prompt has tools."""
+    leader: str = ""
+    """The router's own id of a running request with the same prompt, whose KV this one shares: it is placed once that KV is
+    there. Empty: none."""

@@ -120,11 +120,11 @@ class Body(_Scalars, kw_only=True):
     structured_outputs: dict[str, Raw] | None = None
     prompt_logprobs: int | None = None
 
-    n: Raw = unsupported(1)
-    best_of: Raw = unsupported(1)
+    n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
     suffix: Raw = unsupported("")
-    length_penalty: Raw = unsupported(1, 1.0)
-    use_beam_search: Raw = unsupported(False)
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
     guided_choice: Raw = unsupported()
@@ -144,6 +144,7 @@ class CompletionBody(Body, kw_only=True):
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
     echo: bool | None = None
+    best_of: int | None = None
 
     add_special_tokens: Raw = unsupported(True)
     """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
@@ -165,6 +166,7 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool | None = None
 
     echo: Raw = unsupported(False)
+    best_of: Raw = unsupported(1)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])

@@ -13,9 +13,11 @@ from typing import Final
 import msgspec
 
 from pdserve.core.sampling import Placement
+from router.api.choices import ONE, Choices
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
+from router.openai.choices import read_choices
 from router.openai.echo import NOTHING_SHOWN, PromptShown
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
@@ -31,7 +33,7 @@ _CHAT: Final = msgspec.json.Decoder(ChatBody)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request. `inputs[i]` becomes choice i of the answer."""
+    """One HTTP request. `inputs[i]` becomes choices i * n to (i + 1) * n - 1 of the answer, where n is that of `choices`."""
 
     chat: bool
     request_id: str
@@ -42,6 +44,8 @@ class Call:
     continuous_usage: bool
     correlation_id: str = ""
     """The client's name for the request. It need not be unique."""
+    choices: Choices = ONE
+    """The choices of each of `inputs`."""
     shown: PromptShown = NOTHING_SHOWN
 
 
@@ -92,15 +96,27 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         constraint=read_constraint(body),
     )
     chat = isinstance(body, ChatBody)
-    options = (stream, include_usage, continuous_usage, correlation_id, read_shown(body))
-    return Call(chat, request_id, _inputs(common, prompts), *options)
+    choices = read_choices(body, len(prompts), common)
+    inputs = _inputs(common, prompts, choices.best_of)
+    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices, read_shown(body))
 
 
-def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
-    """Return one request for each prompt. If there are several, the choice's index is added to each id."""
-    if len(prompts) == 1:
+def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:
+    """Return one request for each prompt, with the id of its first candidate. If the call has several candidates, the index of
+    each is added to its id."""
+    if len(prompts) * candidates == 1:
         return (common,)
-    return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
+    return tuple(
+        replace(common, prompt=prompt, request_id=f"{common.request_id}-{i * candidates}") for i, prompt in enumerate(prompts)
+    )
+
+
+def candidate_ids(call: Call, index: int) -> tuple[str, ...]:
+    """Return the request ids of the candidates of `inputs[index]`."""
+    candidates = call.choices.best_of
+    if len(call.inputs) * candidates == 1:
+        return (call.request_id,)
+    return tuple(f"{call.request_id}-{index * candidates + i}" for i in range(candidates))
 
 
 def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:

@@ -51,6 +51,8 @@ def read_shown(body: CompletionBody | ChatBody) -> PromptShown:
         raise refuse("prompt_logprobs", "is not allowed with stream: true (nor is it in vLLM)")
     if isinstance(body, ChatBody) or not body.echo:
         return PromptShown(prompt_logprobs=listed)
+    if body.use_beam_search:
+        raise refuse("echo", "is not allowed with use_beam_search: true")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return PromptShown(True, _completion_logprobs(body), listed, hides_output=asked == 0)
 

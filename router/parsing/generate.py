@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, MutableSequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
@@ -12,11 +13,112 @@ from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from router.api.choices import (
+    BEAM_WIDTHS,
+    LENGTH_PENALTIES,
+    MAX_CALL_CHOICES,
+    Choices,
+    check_beams,
+    sampled,
+)
 from router.api.request import ChatMessage, ChatPrompt, GenerateInput, Prompt, ToolChoice, ToolMode
 from router.openai.tools import MAX_TOOLS, called, read_tools, read_variables
 
 _TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
 """The mode of each number of `ToolChoice.Mode`."""
+
+MAX_BATCH: Final = 256
+"""The most requests of one batch: as many as HTTP takes prompts in one body."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One request with its choices."""
+
+    input: GenerateInput
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One request of a batch that cannot be run."""
+
+    message: str
+    field: str
+
+    @property
+    def error(self) -> InvalidRequest:
+        """The reason."""
+        return InvalidRequest(self.message, field=self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one call."""
+
+    calls: tuple[GenerateCall | Refused, ...]
+
+
+def generate_batch(
+    request: inference_pb2.GenerateBatchRequest,
+    *,
+    call_remaining_s: float | None,
+    max_deadline_s: float,
+    max_prompt_tokens: int,
+) -> Batch:
+    """Return the requests of a batch. Raises `InvalidRequest` if there are none or too many."""
+    if len(request.requests) > MAX_BATCH:
+        raise InvalidRequest(f"has {len(request.requests)} requests; at most {MAX_BATCH} are allowed", field="requests")
+    if not request.requests:
+        raise InvalidRequest("is empty", field="requests")
+    calls: list[GenerateCall | Refused] = []
+    left = MAX_CALL_CHOICES
+    for one in request.requests:
+        try:
+            call = generate_call(
+                one,
+                call_remaining_s=call_remaining_s,
+                max_deadline_s=max_deadline_s,
+                max_prompt_tokens=max_prompt_tokens,
+            )
+            if call.choices.requests > left:
+                more = f"{call.choices.requests} choices are more than the {left} that the batch has left of {MAX_CALL_CHOICES}"
+                raise InvalidRequest(more, field="n")
+        except InvalidRequest as exc:
+            calls.append(Refused(exc.message, exc.field))
+        else:
+            left -= call.choices.requests
+            calls.append(call)
+    return Batch(tuple(calls))
+
+
+def generate_call(
+    request: inference_pb2.GenerateRequest,
+    *,
+    call_remaining_s: float | None,
+    max_deadline_s: float,
+    max_prompt_tokens: int,
+) -> GenerateCall:
+    """Return the request of a message with its choices, otherwise like `generate_input`."""
+    asked = generate_input(
+        request, call_remaining_s=call_remaining_s, max_deadline_s=max_deadline_s, max_prompt_tokens=max_prompt_tokens
+    )
+    return GenerateCall(asked, _choices(request, asked))
+
+
+def _choices(request: inference_pb2.GenerateRequest, asked: GenerateInput) -> Choices:
+    if not request.beam_width:
+        if request.HasField("length_penalty"):
+            raise InvalidRequest("is only allowed with beam_width", field="length_penalty")
+        return sampled(request.n or 1, request.best_of or None)
+    BEAM_WIDTHS.check("beam_width", request.beam_width)
+    for name in ("n", "best_of"):
+        if getattr(request, name):
+            raise InvalidRequest("is not allowed beside beam_width, which is the number of choices", field=name)
+    check_beams(asked)
+    penalty = request.length_penalty if request.HasField("length_penalty") else 1.0
+    LENGTH_PENALTIES.check("length_penalty", penalty)
+    return Choices(request.beam_width, beam_width=request.beam_width, length_penalty=penalty)
 
 
 def generate_input(

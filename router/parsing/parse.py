@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
-from router.api.request import GenerateInput, Prompt
+from router.api.request import Prompt
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
-from router.parsing.generate import generate_input, prompt_of
+from router.parsing.generate import Batch, GenerateCall, generate_batch, generate_call, prompt_of
 
 
 class Kind(Enum):
@@ -22,6 +22,7 @@ class Kind(Enum):
     COMPLETION = "completion"  # OpenAI's JSON
     CHAT = "chat"
     GENERATE = "generate"  # protobuf
+    GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
 
 
@@ -50,8 +51,8 @@ class TokenizeInput:
     prompt: Prompt
 
 
-Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
-Parsed = Call | GenerateInput | TokenizeInput
+Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.GenerateBatchRequest, inference_pb2.TokenizeRequest)
+Parsed = Call | GenerateCall | Batch | TokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -62,8 +63,15 @@ def parse(job: Job) -> Parsed:
         case Kind.CHAT:
             return parse_chat(job.data, job.header_id, job.headers)
         case Kind.GENERATE:
-            return generate_input(
+            return generate_call(
                 _message(inference_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case Kind.GENERATE_BATCH:
+            return generate_batch(
+                _message(inference_pb2.GenerateBatchRequest(), job.data),
                 call_remaining_s=job.call_remaining_s,
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,

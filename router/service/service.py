@@ -81,6 +81,7 @@ class RouterService:
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
+        self.default_deadline_s = config.default_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
         self.links: Links = links or LinkService(cluster_token, self.hear)
@@ -201,6 +202,10 @@ class RouterService:
     def token_bytes(self, token_id: int) -> bytes:
         """Implements `RouterApi.token_bytes`."""
         return self.model.tokenizer.written_bytes(token_id)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Implements `RouterApi.text_of`."""
+        return self.model.tokenizer.decode(ids)
 
     @property
     def ready(self) -> bool:

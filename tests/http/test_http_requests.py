@@ -133,7 +133,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
     ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"),
     ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"), ("model", 3),
-    ("n", 2), ("n", True), ("presence_penalty", "1"), ("frequency_penalty", True),
+    ("n", 0), ("n", 129), ("n", 10**9), ("n", -1), ("n", True), ("n", "2"), ("best_of", 2), ("use_beam_search", 1),
+    ("length_penalty", 2), ("presence_penalty", "1"), ("frequency_penalty", True),
     ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
     ("logit_bias.1", {"1": None}), ("logit_bias.2", {"1": 0, "2": "x"}), ("logit_bias", {"99999999999": 1}),
     ("logit_bias", {str(i): 0 for i in range(301)}),
@@ -239,8 +240,8 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
-    **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
-    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"], (BOOL,)),
+    **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
+    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
     "prompt_logprobs": (INT,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
@@ -262,9 +263,9 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,), "echo": (BOOL,)} if endpoint == "completion" else CHAT_TAKEN
+    own = {"logprobs": (INT,), "best_of": (INT,), "echo": (BOOL,)} if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
-    assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
+    assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages", "length_penalty"}
     for name, values in taken.items():
         for value in (NULL, BOOL, INT, FLOAT, 1.0, TEXT, "1", LIST, OBJECT):
             if value is None or any(type(value) is type(one) for one in values):
@@ -291,9 +292,11 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
         ("logit_bias: ' - at `$.n`' is not a token id", chat, {"logit_bias": {" - at `$.n`": 1}}),
         ("logprobs: must be an integer or false, got true", completion, {"logprobs": True}),
         ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
-        ("n: 2 is not supported; only 1 is accepted", chat, {"n": 2}),
+        ("best_of: 2 is not supported; only 1 is accepted", chat, {"best_of": 2}),
+        ("n: must be from 1 to 128, got 0", chat, {"n": 0}),
         ("echo: true is not supported; only false is accepted", chat, {"echo": True}),
         ("prompt_logprobs: is not allowed with stream: true (nor is it in vLLM)", chat, {"prompt_logprobs": 1, "stream": True}),
+        ("echo: is not allowed with use_beam_search: true", completion, {"echo": True, "use_beam_search": True}),
         ("max_tokens: must be from 1 to 2147483648, got 0", completion, {"max_tokens": 0}),
         ("messages[0].role: is missing", chat, {"messages": [{}]}),
         ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),
