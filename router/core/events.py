@@ -218,6 +218,10 @@ class Row(Protocol):
     def logprobs(self) -> PackedLogprobs:
         """The packed log-probabilities of the ids."""
 
+    @property
+    def prompt_logprobs(self) -> PackedLogprobs:
+        """With output token 0: those of all prompt tokens but the first, if the request asks for them."""
+
 
 class StepRows(msgspec.Struct, frozen=True):
     """The rows of one engine step of a worker."""

@@ -179,14 +179,13 @@ class Body(Scalars, kw_only=True):
     logit_bias: dict[str, Raw] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Raw] | None = None
+    prompt_logprobs: int | None = None
 
     user: str | None = None
     n: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
 
-    prompt_logprobs: Raw = unsupported()
-    echo: Raw = unsupported(False)
     suffix: Raw = unsupported("")
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
@@ -217,6 +216,7 @@ class CompletionBody(Body, kw_only=True):
     """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
+    echo: bool | None = None
     best_of: int | None = None
 
     add_special_tokens: Raw = unsupported(True)
@@ -241,6 +241,7 @@ class ChatBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    echo: Raw = unsupported(False)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])

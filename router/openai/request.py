@@ -19,10 +19,11 @@ from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import NULL, ChatBody, CompletionBody, MessageCall, StreamOptions, ToolFields
 from router.openai.choices import read_choices
+from router.openai.echo import NOTHING_SHOWN, PromptShown
 from router.openai.ignored import NOTHING, Ignored, decode_body, ignored_in, joined
 from router.openai.json import refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
-from router.openai.sampling import read_options, read_sampling
+from router.openai.sampling import read_options, read_sampling, read_shown
 from router.openai.structured import read_constraint
 from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
@@ -49,6 +50,7 @@ class Call:
     """The choices of each of `inputs`."""
     ignored: Ignored = NOTHING
     """The fields of the body that were left out."""
+    shown: PromptShown = NOTHING_SHOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
     chat = isinstance(body, ChatBody)
     choices = read_choices(body, len(prompts), common)
     inputs = _inputs(common, prompts, choices.best_of)
-    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices=choices)
+    return Call(
+        chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices, shown=read_shown(body)
+    )
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:

@@ -10,6 +10,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
+from pdserve.core.logprobs import check_prompt_logprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import SloClass
@@ -160,6 +161,7 @@ class Admission:
                 f"so at most {room} can follow",
                 field="max_tokens",
             )
+        check_prompt_logprobs(prompt_len, params.prompt_logprobs)
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
         return params

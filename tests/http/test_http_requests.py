@@ -242,6 +242,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
     **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
+    "prompt_logprobs": (INT,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
@@ -263,7 +264,7 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,), "best_of": (INT,)} if endpoint == "completion" else CHAT_TAKEN
+    own = {"logprobs": (INT,), "best_of": (INT,), "echo": (BOOL,)} if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages", "length_penalty"}
     for name, values in taken.items():
@@ -294,7 +295,10 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
         ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
         ("best_of: 2 is not supported; only 1 is accepted", chat, {"best_of": 2}),
         ("n: must be from 1 to 128, got 0", chat, {"n": 0}),
-        ("echo: true is not supported; only false is accepted", completion, {"echo": True}),
+        ("echo: true is not supported; only false is accepted", chat, {"echo": True}),
+        ("prompt_logprobs: is not allowed with stream: true (nor is it in vLLM)", chat, {"prompt_logprobs": 1, "stream": True}),
+        ("echo: is not allowed with use_beam_search: true", completion, {"echo": True, "use_beam_search": True}),
+        ("max_tokens: must be from 1 to 2147483648, got 0", completion, {"max_tokens": 0}),
         ("messages[0].role: is missing", chat, {"messages": [{}]}),
         ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),
         ("messages[0]: must be an object, got a string", chat, {"messages": ["hi"]}),
