@@ -57,7 +57,7 @@ class ResponseWriter:
         self._early_tokens += len(delta.ids)
         events: list[Event] = []
         if delta.reasoning:
-            events += self._reason(delta.reasoning)
+            events += self._reason(delta)
         if delta.text:
             events += self._say(delta.text)
         for piece in delta.calls:
@@ -84,15 +84,17 @@ class ResponseWriter:
         failure = {"code": told["code"], "message": told["message"]}
         return self._written([(b"failed", b'"response":' + self._response(FAILED, error=failure, **rest))])
 
-    def _reason(self, text: str) -> list[Event]:
+    def _reason(self, delta: Delta) -> list[Event]:
         self._early.clear()
-        self._reasoning_tokens += self._early_tokens
+        written = len(delta.text) + sum(len(call.arguments) for call in delta.calls)
+        share = len(delta.reasoning) / (len(delta.reasoning) + written)  # tokens that came together are not told apart
+        self._reasoning_tokens += max(1, round(self._early_tokens * share))
         self._early_tokens = 0
         item, events = self._item, []
         if not isinstance(item, ReasoningOutput):
             item = ReasoningOutput(self._id("rs"), len(self._items) + (item is not None))
             events = self._turn_to(item)
-        return [*events, item.delta(text)]
+        return [*events, item.delta(delta.reasoning)]
 
     def _say(self, text: str) -> list[Event]:
         logprobs = b",".join(self._early)
