@@ -37,6 +37,8 @@ FIELDS: Final[dict[str, str]] = {
     "frequency_penalty": "This is taken from the logits of a token for each time that the output has it.",
     "repetition_penalty": "The positive logits of tokens in the prompt or the output are divided by this, others multiplied.",
     "logit_bias": "A number for each token id, which is added to its logit.",
+    "echo": "The text, and its log-probabilities, begin with those of the prompt. `max_tokens` may then be 0.",
+    "prompt_logprobs": "Log-probabilities of the prompt's tokens, with so many likeliest ones beside each.",
     "logprobs": "Log-probabilities of the output's tokens. A completion takes the number of likeliest tokens beside each.",
     "top_logprobs": "The number of likeliest tokens that are told beside each token of the output.",
     "include": "The extras of the answer: `message.output_text.logprobs` or nothing.",
