@@ -203,8 +203,9 @@ class Sequence:
         assert not self.planned, "a sequence is planned twice in one step"
         self.planned = count
         end = self.computed + count
-        scored = () if self.scores is None else self._scored(end)
-        samples = (*scored, self.sample_spec()) if end == len(self.tokens) else scored
+        samples: tuple[SampleSpec, ...] = (self.sample_spec(),) if end == len(self.tokens) else ()
+        if self.scores is not None:
+            samples = self._scored(end) + samples
         ids = tuple(self.tokens[self.computed : end])
         tables, packed = self.block_tables, self.packed
         if self.taken is not None:  # nobody reads behind the slice, where the gap begins
