@@ -65,6 +65,7 @@ class SimRow:
     text: bytes
     finish_reason: int
     logprobs: PackedLogprobs
+    prompt_logprobs: PackedLogprobs = _NO_LOGPROBS
 
 
 @dataclass(slots=True, eq=False)

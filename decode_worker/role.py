@@ -272,7 +272,7 @@ class DecodeRole:
         self._host.send(link_pb2.WorkerMessage(kv_committed=committed))
 
     def _token(self, request: BoundRequest, token: OutputToken) -> link_pb2.StepRow:
-        row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
+        row = request.output.push(*token[1:])
         if row.finish_reason:
             self._forget(request)
             self._note(request, WorkKind.FINISHED, tokens=token.output_index + 1)

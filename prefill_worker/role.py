@@ -282,7 +282,7 @@ class PrefillRole:
         """
         if request.lease_id is None:
             return None
-        row = request.output.push(token.output_index, token.token_id, token.finish_reason, token.logprobs)
+        row = request.output.push(*token[1:])
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
         self._note(request, WorkKind.FIRST_TOKEN)

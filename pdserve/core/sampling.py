@@ -87,6 +87,8 @@ class SamplingParams:
     """Pairs of (id, bias); each id occurs once. The number of entries is OpenAI's and vLLM's limit."""
     logprobs: int | None = limited(None, IntRange(0, 20))
     """The limit is OpenAI's for chat, and vLLM's default."""
+    prompt_logprobs: int | None = limited(None, IntRange(0, 20))
+    """The number of likeliest tokens that are returned beside each prompt token but the first. None: no log-probabilities."""
     include_stop_str_in_output: bool = False
     """The text ends behind the stop string or the stop token that ended it, and not before."""
     skip_special_tokens: bool = True

@@ -31,6 +31,9 @@ class SampleSpec(NamedTuple):
     grammar: GrammarState | None = None
     """The sequence's place in its grammar, which says which ids may be drawn. It goes on once this step is collected. None: any
     id may be drawn."""
+    scored: int | None = None
+    """The id of the prompt token that follows the row. It is taken, with its log-probabilities, and nothing is drawn. None: a
+    token is drawn."""
 
 
 GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
@@ -55,7 +58,8 @@ class SequenceSlice(NamedTuple):
     """A block table for each KV group of the model."""
     samples: tuple[SampleSpec, ...]
     """The draws after the last `len(samples)` tokens of the slice, in their order. Empty: the slice is a chunk that does not
-    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token."""
+    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token. A slice of a
+    prompt whose tokens are scored has one for each token."""
     packed: tuple[bytes, ...] = ()
     """The block tables as int32, if the sequence keeps them in that form too; else empty."""
 

@@ -53,6 +53,7 @@ SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], 
     ("structured_outputs", CONSTRAINT_LINK_VERSION, lambda spec: spec.constraint is not None),
     ("include_stop_str_in_output", TEXT_LINK_VERSION, lambda spec: spec.sampling.include_stop_str_in_output),
     ("skip_special_tokens", TEXT_LINK_VERSION, lambda spec: not spec.sampling.skip_special_tokens),
+    ("prompt_logprobs", TEXT_LINK_VERSION, lambda spec: spec.sampling.prompt_logprobs is not None),
 )
 """The fields of a request that a worker of an older link version would ignore: name, the version that has it, and the test
 that a request uses it. Such a request is never sent to such a worker."""

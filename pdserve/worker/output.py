@@ -37,7 +37,12 @@ class OutputStream:
         self._next_index += 1
 
     def push(
-        self, index: int, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
+        self,
+        index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> link_pb2.StepRow:
         """Return the row of this token. Its finish reason is STOP also when the token completes a stop string."""
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
@@ -57,6 +62,7 @@ class OutputStream:
             text=text.encode(),
             finish_reason=finish_to_wire(finish_reason),
             logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
+            prompt_logprobs=logprobs_to_wire(prompt_logprobs),
         )
 
     def _stops(self, token_id: int) -> bool:

@@ -37,6 +37,8 @@ class Delta(msgspec.Struct, frozen=True):
     """What the model wrote to itself. It is not part of `text`."""
     calls: tuple[CallDelta, ...] = ()
     """Pieces of calls, at most one of each call. They are not part of `text`."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each prompt token but the first, in the first delta, if the request asks for them."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pdserve.core.errors import InternalBug
 from pdserve.core.logprobs import unpack_logprobs
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER
 from router.api.answer import Delta
 from router.core.events import Row
@@ -67,12 +70,16 @@ class OrderedOutput:
         return ready
 
 
-def delta_of(row: Row, *, logprobs: bool) -> Delta:
-    """Return the delta of a row, with log-probabilities if `logprobs` says that the request asks for them. Raises `InternalBug`
-    for text that is not UTF-8, an unknown finish reason, or log-probabilities of another number of tokens."""
+def delta_of(row: Row, spec: RequestSpec) -> Delta:
+    """Return the delta of a row, with the log-probabilities that the request asks for. Raises `InternalBug` for text that is
+    not UTF-8, an unknown finish reason, or log-probabilities of another number of tokens."""
     try:
         ids = tuple(row.ids[:])  # the slice is a list, which is read faster than the message's container
-        found = unpack_logprobs(row.logprobs, len(ids)) if logprobs else ()
-        return Delta(row.index, ids, row.text.decode(), FINISH_BY_NUMBER[row.finish_reason], found)
+        found = unpack_logprobs(row.logprobs, len(ids)) if spec.sampling.logprobs is not None else ()
+        delta = Delta(row.index, ids, row.text.decode(), FINISH_BY_NUMBER[row.finish_reason], found)
+        if row.index == 0 and spec.sampling.prompt_logprobs is not None:
+            scores = unpack_logprobs(row.prompt_logprobs, len(spec.prompt_ids) - 1)
+            return msgspec.structs.replace(delta, prompt_logprobs=scores)
+        return delta
     except (ValueError, KeyError) as exc:
         raise InternalBug(f"row {row.index} of handle {row.handle} cannot be read: {type(exc).__name__}: {exc}") from exc

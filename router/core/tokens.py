@@ -41,7 +41,7 @@ class Tokens:
     def _row(self, work: RemoteWork, row: Row, now_s: float) -> Iterable[Effect]:
         """Take a row, and return the effects of the tokens that may go out now. It is no generator, to cost less."""
         request = work.request
-        delta = delta_of(row, logprobs=request.spec.sampling.logprobs is not None)
+        delta = delta_of(row, request.spec)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             if request.times.attempt.first_decode_s is None:
                 self._note_first(work, now_s)
@@ -87,6 +87,8 @@ class Tokens:
         worker = self._requests.registry.get(work.link)
         if worker is not None:
             worker.computed(work.handle)
+        if work.role is Role.DECODE:
+            self._requests.free_siblings(work.request, now_s)
 
     def start_decoding(self, request: LiveRequest, now_s: float) -> Effects:
         """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""

@@ -20,6 +20,7 @@ def response(generation: Generation, delta: Delta, choice: int = 0) -> inference
         ids=delta.ids,
         text=delta.text,
         logprobs=logprobs_to_wire(delta.logprobs),
+        prompt_logprobs=logprobs_to_wire(delta.prompt_logprobs),
         tool_calls=[inference_pb2.ToolCallDelta(**msgspec.structs.asdict(call)) for call in delta.calls],
         reasoning=delta.reasoning,
         choice=choice,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
 from router.choices.together import together
 from router.http.reply import Reply
 from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, extension, usage, with_logprobs
+from router.openai.echo import NOTHING_SHOWN, PromptView
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.request import Call, candidate_ids
@@ -31,7 +32,7 @@ class _Output:
     tokens: int
     finish_reason: FinishReason
     logprobs: bytes
-    """The log-probabilities as JSON."""
+    """The log-probabilities as JSON, and behind them the member with those of the prompt, if it is asked for."""
     gathered: Gathered
     logprob: float
     """The log-probability of all tokens together, if it was asked for."""
@@ -58,7 +59,10 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
 
 
 async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    pumps = [_pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)]
+    pumps = [
+        _pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), _view(api, call, i, g), reply)
+        for i, g in enumerate(generations)
+    ]
     told = [_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)]
     if len(told) == 1:
         tokens, last = await told[0]
@@ -89,6 +93,13 @@ def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | Non
     return logprobs_format(api.token_bytes, chat=call.chat)
 
 
+def _view(api: RouterApi, call: Call, index: int, generation: Generation) -> PromptView | None:
+    """Return the prompt of choice `index` as the answer shows it. None: it shows nothing of it."""
+    if call.shown == NOTHING_SHOWN:
+        return None
+    return PromptView(call.shown, call.inputs[index // call.choices.best_of].prompt, generation.prompt_ids, api.token_bytes)
+
+
 class _Chunks:
     """Turns the deltas of one choice into chunks, and counts their tokens.
 
@@ -111,13 +122,23 @@ class _Chunks:
         elif delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
-        if self._format.continuous_usage:
-            chunk = self._format.with_usage(chunk, usage(self._prompt_len, self.tokens))
-        return chunk
+        return self._counted(chunk)
+
+    def of_prompt(self, view: PromptView, first: Delta) -> Iterator[bytes]:
+        """Yield the chunks that echo the prompt. The first one has its whole text."""
+        text = view.text
+        for told in view.echoed(first, self._logprobs):
+            yield self._counted(self._format.chunk(text, None, told))
+            text = ""
+
+    def _counted(self, chunk: bytes) -> bytes:
+        if not self._format.continuous_usage:
+            return chunk
+        return self._format.with_usage(chunk, usage(self._prompt_len, self.tokens))
 
 
 async def _pump(
-    generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply
+    generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, view: PromptView | None, reply: Reply
 ) -> tuple[int, bytes]:
     """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
     it can be written with it.
@@ -134,6 +155,11 @@ async def _pump(
         return True
 
     async for delta in generation:
+        if view is not None:
+            for echoed in chunks.of_prompt(view, delta):
+                await reply.event(echoed)
+                await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
+            delta, view = view.output(delta), None  # an output that is hidden has one token
         chunk = chunks.of(delta)
         if logprobs:
             await asyncio.sleep(0)  # lets other tasks run, as in `_collect`
@@ -148,7 +174,7 @@ async def _pump(
 
 
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    collected = [_collect(g, _logprobs_of(api, call, i)) for i, g in enumerate(generations)]
+    collected = [_collect(g, _logprobs_of(api, call, i), _view(api, call, i, g)) for i, g in enumerate(generations)]
     outputs = await together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
@@ -183,16 +209,25 @@ async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
     await reply.encoded(200, with_logprobs(body, [b"null" for _ in outputs]))
 
 
-async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
+async def _collect(generation: Generation, logprobs: LogprobsFormat | None, view: PromptView | None) -> _Output:
     """Gather one choice's output. Log-probabilities are encoded as they come, because those of a long answer take a second
     together."""
-    texts: list[str] = []
+    texts: list[str] = [view.text] if view else []
+    listed: list[bytes] = []
     tokens = 0
     finish_reason = None
     told = JoinedLists()
     gathered = Gathered()
     logprob = 0.0
     async for delta in generation:
+        if view is not None:
+            for echoed in view.echoed(delta, logprobs):
+                told.add(echoed or {})
+                await asyncio.sleep(0)
+            for piece in view.listed(delta):
+                listed.append(piece)
+                await asyncio.sleep(0)
+            delta, view = view.output(delta), None  # an output that is hidden has one token
         gathered.add(delta)
         texts.append(delta.text)
         tokens += len(delta.ids)
@@ -203,7 +238,8 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tokens, finish_reason, told.encode(), gathered, logprob)
+    logprobs_json = told.encode() + (b',"prompt_logprobs":[%b]' % b",".join(listed) if listed else b"")
+    return _Output("".join(texts), tokens, finish_reason, logprobs_json, gathered, logprob)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

@@ -12,6 +12,7 @@ from pdserve.core.limits import IntRange, MaxCount, limit_of
 from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import SamplingParams
 from router.openai.body import SCALARS, Body, ChatBody, CompletionBody
+from router.openai.echo import PromptShown
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import token_ids
 
@@ -29,17 +30,31 @@ def read_sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
 
     A field is read here only if its name or its form differs from the router's.
     """
-    chat = isinstance(body, ChatBody)
+    chat, shown = isinstance(body, ChatBody), read_shown(body)
     values: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None} | {
-        "max_tokens": _max_tokens(body) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
+        "max_tokens": 1 if shown.hides_output else _max_tokens(body) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
         "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's clients write -1 for off, the router 0
         "seed": _seed(body),
         "stop": _stop(body.stop),
         "stop_token_ids": _stop_token_ids(body.stop_token_ids),
         "logit_bias": _logit_bias(body.logit_bias),
         "logprobs": _chat_logprobs(body) if isinstance(body, ChatBody) else _completion_logprobs(body),
+        "prompt_logprobs": max((n for n in (shown.logprobs, shown.prompt_logprobs) if n is not None), default=None),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def read_shown(body: CompletionBody | ChatBody) -> PromptShown:
+    """Return the parts of the prompt that the answer shows. Raises `InvalidRequest` naming the field."""
+    listed = _in_range("prompt_logprobs", body.prompt_logprobs, _LOGPROBS)
+    if listed is not None and body.stream:
+        raise refuse("prompt_logprobs", "is not allowed with stream: true (nor is it in vLLM)")
+    if isinstance(body, ChatBody) or not body.echo:
+        return PromptShown(prompt_logprobs=listed)
+    if body.use_beam_search:
+        raise refuse("echo", "is not allowed with use_beam_search: true")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return PromptShown(True, _completion_logprobs(body), listed, hides_output=asked == 0)
 
 
 def read_options(body: CompletionBody | ChatBody) -> dict[str, Any]:

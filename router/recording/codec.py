@@ -51,6 +51,7 @@ class RecordedRow:
     text: bytes
     finish_reason: int
     logprobs: RecordedLogprobs = RecordedLogprobs()
+    prompt_logprobs: RecordedLogprobs = RecordedLogprobs()
 
 
 def to_plain(value: Any) -> Plain:
@@ -117,9 +118,8 @@ def _to_foreign(cls: type[Any], plain: Any) -> Any:
 
 
 def _recorded(row: ev.Row) -> RecordedRow:
-    packed = row.logprobs
-    logprobs = RecordedLogprobs(tuple(packed.chosen), tuple(packed.top_ids), tuple(packed.top))
-    return RecordedRow(row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, logprobs)
+    logprobs = [RecordedLogprobs(tuple(p.chosen), tuple(p.top_ids), tuple(p.top)) for p in (row.logprobs, row.prompt_logprobs)]
+    return RecordedRow(row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, *logprobs)
 
 
 def _finite(value: Any) -> Any:

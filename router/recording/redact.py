@@ -46,6 +46,7 @@ class Redaction:
                 "logit_bias": len,
                 "constraint": _nothing,
                 "logprobs": _logprob_counts,
+                "prompt_logprobs": _logprob_counts,
             }
 
     def hide(self, value: Any) -> Any:
@@ -105,7 +106,7 @@ class _Expansion:
             return base64.b64encode(text.encode()).decode() if row else text
         if name == "stop" and value and isinstance(value[0], int):
             return [FILLER * self._count(length) for length in value]
-        if name == "logprobs" and row and isinstance(value, list):
+        if name in ("logprobs", "prompt_logprobs") and row and isinstance(value, list):
             chosen, top_ids, top = map(self._count, value)
             return {"chosen": [0.0] * chosen, "top_ids": [0] * top_ids, "top": [0.0] * top}
         return self.expand(value)

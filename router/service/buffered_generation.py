@@ -94,7 +94,7 @@ class BufferedGeneration:
         """Take the first delta and those that wait behind it as one. Deltas with log-probabilities stay apart, because it takes
         long to write many of them."""
         first = self._buffer.popleft()
-        if not self._buffer or first.logprobs:
+        if not self._buffer or first.logprobs or first.prompt_logprobs:
             return first
         parts = [first]
         while self._buffer and len(parts) < MAX_JOINED and not self._buffer[0].logprobs:

@@ -37,6 +37,7 @@ class FakeGeneration:
         self._api = api
         self._words = api.words[: request.sampling.get("max_tokens", len(api.words))]
         self._logprobs = request.sampling.get("logprobs")
+        self._scores = request.sampling.get("prompt_logprobs")
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._run()
@@ -49,7 +50,9 @@ class FakeGeneration:
                 raise self._api.error
             last = i + 1 == len(self._words) and self._api.finishes
             self.finished = last
-            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None, self._told(i))
+            scores = () if i or self._scores is None else [self._scored(at) for at in range(1, self.prompt_len)]
+            reason = self._api.finish_reason if last else None
+            yield Delta(i, (i,), word, reason, self._told(i), prompt_logprobs=tuple(scores))
             await asyncio.sleep(0)
 
     def _told(self, i: int) -> tuple[TokenLogprobs, ...]:
@@ -57,6 +60,9 @@ class FakeGeneration:
         if self._logprobs is None:
             return ()
         return (TokenLogprobs(-i - 0.5, tuple((i + 1 + rank, -float(rank)) for rank in range(self._logprobs))),)
+
+    def _scored(self, at: int) -> TokenLogprobs:
+        return TokenLogprobs(-at - 0.25, tuple((at + rank, -at - 0.25 - rank) for rank in range(self._scores or 0)))
 
     def take_by(self, taker: Callable[[Delta], bool]) -> None:
         """All deltas are left to the task."""
@@ -83,6 +89,7 @@ class FakeApi:
     error: PdserveError | BaseException | None = None
     fail_at: int | None = None  # None: submit raises
     finishes: bool = True
+    finish_reason: FinishReason = FinishReason.LENGTH
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,6 +98,7 @@ class FakeApi:
     parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
     max_prompt_tokens: int = 4095
     max_deadline_s: float = 600.0
+    ignored: dict[str, int] = field(default_factory=dict)
     default_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -130,6 +138,9 @@ class FakeApi:
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self.model_name, "Fake", 1000, 64, 16, "float32", "float32", 4, (0,), False)
+
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        self.ignored[endpoint] = self.ignored.get(endpoint, 0) + count
 
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"

@@ -92,7 +92,7 @@ def test_messages() -> None:
 
 
 def test_unknown_fields_are_tolerated() -> None:
-    assert chat(user="u", store=True, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
+    assert chat(user="u", store=False, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
@@ -237,11 +237,12 @@ def test_the_last_of_two_equal_names_counts() -> None:
 NULL, BOOL, INT, FLOAT, TEXT, LIST, OBJECT = None, True, 1, 1.5, "user", [], {}
 """A value of each of JSON's types; numbers with and without a fraction are told apart."""
 TAKEN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
+    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key", "user"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
     **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
+    "prompt_logprobs": (INT,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
@@ -254,7 +255,8 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["top_logprobs", "tool_choice", "continue_final_message"], ()),
     "tools": (LIST,),
     "chat_template_kwargs": (OBJECT,),
-    "reasoning_effort": (TEXT,),
+    **dict.fromkeys(["reasoning_effort", "safety_identifier"], (TEXT,)),
+    "metadata": (OBJECT,),
 }
 
 
@@ -262,7 +264,7 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,), "best_of": (INT,)} if endpoint == "completion" else CHAT_TAKEN
+    own = {"logprobs": (INT,), "best_of": (INT,), "echo": (BOOL,)} if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages", "length_penalty"}
     for name, values in taken.items():
@@ -293,7 +295,10 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
         ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
         ("best_of: 2 is not supported; only 1 is accepted", chat, {"best_of": 2}),
         ("n: must be from 1 to 128, got 0", chat, {"n": 0}),
-        ("echo: true is not supported; only false is accepted", completion, {"echo": True}),
+        ("echo: true is not supported; only false is accepted", chat, {"echo": True}),
+        ("prompt_logprobs: is not allowed with stream: true (nor is it in vLLM)", chat, {"prompt_logprobs": 1, "stream": True}),
+        ("echo: is not allowed with use_beam_search: true", completion, {"echo": True, "use_beam_search": True}),
+        ("max_tokens: must be from 1 to 2147483648, got 0", completion, {"max_tokens": 0}),
         ("messages[0].role: is missing", chat, {"messages": [{}]}),
         ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),
         ("messages[0]: must be an object, got a string", chat, {"messages": ["hi"]}),

@@ -87,12 +87,13 @@ class Collector:
         final: list[Final] = []
         for seq in sequences:
             seq.computed = computed = seq.computed + seq.planned
+            scored = _scored(seq, drawn) if seq.scores is not None else True
             seq.planned = 0
             last = next(drawn) if computed == len(seq.tokens) else None
             if seq.state is _S.ABORTING:
                 self._forget(seq, _E.COLLECTED)
                 continue
-            if last is not None and last[0] == NO_TOKEN:
+            if not scored or (last is not None and last[0] == NO_TOKEN):
                 self._fail(seq, failed)
                 continue
             if seq.kind is SequenceKind.LENT:
@@ -130,9 +131,10 @@ class Collector:
         index = len(seq.tokens) - seq.prompt_len
         seq.tokens.append(token_id)
         reason = seq.finish_reason()
+        scores = () if seq.scores is None else seq.take_scores()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs)
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores)
 
     def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[Sequence]) -> None:
         """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
@@ -159,6 +161,15 @@ class Collector:
             self._prefix.withdraw(seq)
         self._forget(seq, _E.FAILED)
         failed.append(seq)
+
+
+def _scored(seq: Sequence, drawn: Iterator[Sampled]) -> bool:
+    """Take the scores of the tokens that follow those of a chunk. False: one has none, as its logits are not finite."""
+    assert seq.scores is not None
+    count = min(seq.computed, seq.prompt_len - 1) - (seq.computed - seq.planned)
+    scores = [logprobs for _, logprobs in [next(drawn) for _ in range(count)] if logprobs is not None]
+    seq.scores += scores
+    return len(scores) == count
 
 
 def _reasons(failed: Many[Sequence]) -> tuple[tuple[SeqId, ...], tuple[tuple[SeqId, str], ...]]:

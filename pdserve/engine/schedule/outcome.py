@@ -17,6 +17,8 @@ class OutputToken(NamedTuple):
     token_id: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
 
 
 class Advance(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pdserve.core.block_hash import BlockHash, PrefixChain, chain_salt
 from pdserve.core.block_pools import BlockPools, Prefill, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
+from pdserve.core.request_spec import RequestSpec
 from pdserve.engine.schedule.sequence import Sequence
 
 TokenIds = tuple[int, ...] | list[int]
@@ -35,6 +36,12 @@ class PrefixCache:
         if self._salt is None:
             return None
         return PrefixChain(self._block_size, salt=chain_salt(self._salt, cache_salt))
+
+    def chain_to_compute(self, spec: RequestSpec, resumed: tuple[int, ...]) -> PrefixChain | None:
+        """Return the chain of a new sequence that computes its prompt here. A scored prompt takes and publishes
+        no block, because the log-probabilities of the tokens of a shared block are unknown."""
+        scored = spec.sampling.prompt_logprobs is not None and not resumed
+        return None if scored else self.chain(spec.cache_salt)
 
     def hashes(self, chain: PrefixChain | None, tokens: TokenIds, limit: int) -> list[BlockHash]:
         """Return the hashes of the full blocks among the first `limit` tokens; an empty list when nothing is shared."""

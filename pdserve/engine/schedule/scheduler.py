@@ -127,7 +127,7 @@ class Scheduler:
         shared only with sequences of the same `cache_salt`.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain(spec.cache_salt)), _E.QUEUED)
+        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain_to_compute(spec, resumed)), _E.QUEUED)
 
     def reserve(
         self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ class Scheduler:
         tokens = spec.prompt_ids + resumed
         count = self.blocks_to_reserve(len(tokens), spec.sampling, len(resumed))
         kind = SequenceKind.LOCAL if local_prefill else SequenceKind.INBOUND
-        chain = self.prefix.chain(spec.cache_salt)
+        chain = self.prefix.chain_to_compute(spec, resumed) if local_prefill else self.prefix.chain(spec.cache_salt)
         # A local prefill must compute at least the last token, which gives the first logits; a pulled prompt computes none.
         limit, arriving = (len(tokens) - 1, 0) if local_prefill else (len(tokens), len(tokens))
         hashes = self.prefix.hashes(chain, tokens, limit)
@@ -224,11 +224,9 @@ class Scheduler:
         decodes = len(step) - len(taken)
         slices = [seq.last_slice() for seq in step[:decodes]]
         slices += [seq.drafted_slice(taken[seq.seq_id]) for seq in step[decodes:]]
-        chunk_tokens = 0
-        for seq, count in chunks:
-            step.append(seq)
-            slices.append(seq.next_slice(count))
-            chunk_tokens += count
+        step += [seq for seq, _ in chunks]
+        slices += [seq.next_slice(count) for seq, count in chunks]
+        chunk_tokens = sum([count for _, count in chunks])
         self.step_tokens = (chunk_tokens, decodes + sum([1 + len(drafted) for drafted in taken.values()]))
         self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
@@ -426,6 +424,8 @@ class Scheduler:
                 seq = running.pop(0)
             else:
                 break
+            if seq.scores is not None and any(one.scores is not None for one, _ in chunks):
+                continue  # a step scores one prompt, and one that was overtaken
             if seq is held:
                 floor = 0
             if (chunks or floor) and seq.cuts(unit, self._room.chunk(seq, budget - floor)):

@@ -13,6 +13,7 @@ from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.logit_edits import LogitEdits, edits_of
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
@@ -20,6 +21,9 @@ from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.sequence_machine import MAX_HISTORY, TRANSITIONS, SequenceEvent, SequenceState
 
 ID_BYTES: Final = array("i").itemsize
+SCORED_TOKENS: Final = 64
+"""A step computes at most so many tokens of a prompt that is scored, or a block if that is more. All their logits are computed:
+64 rows of 150,000 ids have 38 MB."""
 
 
 class SequenceKind(Enum):
@@ -81,6 +85,8 @@ class Sequence:
     """Number of computed tokens at which a block of it dies behind a sliding window. Before, there is nothing to free."""
     final: int = 0
     """Number of leading blocks of a lent sequence that nothing writes any more."""
+    scores: list[TokenLogprobs] | None = None
+    """The log-probabilities of its prompt tokens so far. None: they are not asked for, or token 0 came with them."""
     served: int = 0
     """Number of the step that computed its last chunk."""
     planned: int = 0
@@ -118,6 +124,8 @@ class Sequence:
         self._min_tokens = self.params.min_tokens
         self._plain = self.params.plainly_greedy and not self._min_tokens
         self.longest = self.prompt_len + self.params.max_tokens
+        if self.params.prompt_logprobs is not None and not self.output_count and self.kind is not SequenceKind.INBOUND:
+            self.scores = []
         if self.kind is not SequenceKind.LENT:  # a lent one draws one token here; its reader applies the model's limit
             self.longest = min(self.longest, self.rule.max_model_len)
 
@@ -179,6 +187,8 @@ class Sequence:
         A chunk that does not reach the last known token ends at the end of a block, if the budget reaches one. The numbers
         of a quantised block depend on how its tokens are cut into steps, so a block should be written in one step.
         """
+        if self.scores is not None:
+            budget = min(budget, max(SCORED_TOKENS, block_size))
         if self.remaining <= budget:
             return self.remaining
         beyond = (self.computed + budget) % block_size
@@ -193,13 +203,28 @@ class Sequence:
         assert not self.planned, "a sequence is planned twice in one step"
         self.planned = count
         end = self.computed + count
-        samples = (self.sample_spec(),) if end == len(self.tokens) else ()
+        samples: tuple[SampleSpec, ...] = (self.sample_spec(),) if end == len(self.tokens) else ()
+        if self.scores is not None:
+            samples = self._scored(end) + samples
         ids = tuple(self.tokens[self.computed : end])
         tables, packed = self.block_tables, self.packed
         if self.taken is not None:  # nobody reads behind the slice, where the gap begins
             tables = tuple([table[: self.taken] for table in tables])
             packed = tuple([one[: self.taken * ID_BYTES] for one in packed])
         return SequenceSlice(self.seq_id, self.computed, ids, tables, samples, packed)
+
+    def _scored(self, end: int) -> tuple[SampleSpec, ...]:
+        """Plan the scores of the prompt tokens after those of the next slice, which ends at `end`. A prompt that starts again
+        is scored anew."""
+        assert self.scores is not None
+        if not self.computed:
+            self.scores.clear()
+        return tuple([SampleSpec(self.params, 0, scored=one) for one in self.tokens[self.computed + 1 : end + 1]])
+
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities of the whole prompt, once: they go out with token 0."""
+        scores, self.scores = self.scores, None
+        return tuple(scores or ())
 
     def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the

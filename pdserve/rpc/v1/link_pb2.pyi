@@ -111,20 +111,22 @@ class StepBatch(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ...) -> None: ...
 
 class StepRow(_message.Message):
-    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs")
+    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs", "prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     text: bytes
     finish_reason: _common_pb2.FinishReason
     logprobs: _common_pb2.Logprobs
-    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.Logprobs
+    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("handle", "reason", "message", "pair_failed")

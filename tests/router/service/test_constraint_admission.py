@@ -42,7 +42,7 @@ class Sent:
 
 def _with(field: str) -> RequestSpec:
     """Return a request that sets this field."""
-    options: dict[str, Any] = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    options: dict[str, Any] = {"include_stop_str_in_output": True, "skip_special_tokens": False, "prompt_logprobs": 0}
     sampling = SamplingParams(max_tokens=3, **({field: options[field]} if field in options else {}))
     return RequestSpec((1, 2), sampling, constraint=None if field in options else Constraint(ConstraintKind.REGEX, "a+"))
 
