@@ -43,6 +43,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 

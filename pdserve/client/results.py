@@ -35,6 +35,8 @@ class Delta:
     """The last delta of a choice has it."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry for each id, if the request asks for log-probabilities."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of the prompt's tokens but the first, on the first delta, if the request asks for them."""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     report: Report | None = None
@@ -53,6 +55,7 @@ class Choice:
     ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     report: Report | None
@@ -103,6 +106,7 @@ def delta_of(wire: inference_pb2.GenerateResponse) -> Delta:
         text=wire.text,
         finish_reason=finish_from_wire(wire.finish_reason),
         logprobs=unpack_logprobs(wire.logprobs, len(wire.ids)) if wire.logprobs.chosen else (),
+        prompt_logprobs=unpack_logprobs(wire.prompt_logprobs, len(wire.prompt_logprobs.chosen)),
         reasoning=wire.reasoning,
         tool_calls=tuple(ToolCall(call.index, call.id, call.name, call.arguments) for call in wire.tool_calls),
         report=wire.report if ended and wire.HasField("report") else None,
@@ -118,6 +122,7 @@ class _Open:
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, ToolCall] = field(default_factory=dict)
     last: Delta | None = None
@@ -135,6 +140,7 @@ class Gathered:
         choice.ids += delta.ids
         choice.texts.append(delta.text)
         choice.logprobs += delta.logprobs
+        choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
         choice.reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
             old = choice.calls.get(call.index)
@@ -160,6 +166,7 @@ def _closed(index: int, choice: _Open) -> Choice | None:
         ids=tuple(choice.ids),
         finish_reason=last.finish_reason,
         logprobs=tuple(choice.logprobs),
+        prompt_logprobs=choice.prompt_logprobs,
         reasoning="".join(choice.reasoning),
         tool_calls=tuple(choice.calls[i] for i in sorted(choice.calls)),
         report=last.report,
