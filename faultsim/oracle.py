@@ -101,11 +101,11 @@ def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))
+        if len(ids) >= params.min_tokens and token_id in stop_ids:
+            return Answer(tuple(ids), "".join(pieces) + text.push_stop_token(token_id), FinishReason.STOP)
         step = text.push(token_id)
         pieces.append(step.text)
         if step.stopped:
             return Answer(tuple(ids), "".join(pieces), FinishReason.STOP)
-        if len(ids) >= params.min_tokens and token_id in stop_ids:
-            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         if len(ids) >= params.max_tokens or len(prompt) + len(ids) >= MAX_MODEL_LEN:
             return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH)

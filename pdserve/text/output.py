@@ -43,6 +43,7 @@ class OutputText:
         """
         self._bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.written_bytes
         self._characters = tokenizer.stream()
+        self._include_stop = include_stop
         self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -59,6 +60,11 @@ class OutputText:
             skip_special_tokens=params.skip_special_tokens,
         )
 
+    @property
+    def stopped(self) -> bool:
+        """True when a stop string was found."""
+        return self._stopped
+
     def push(self, token_id: int) -> TextStep:
         """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
         if self._stopped:
@@ -66,8 +72,17 @@ class OutputText:
         self._num_tokens += 1
         return TextStep(self._scan(self._characters.push(self._bytes(token_id))), self._stopped)
 
+    def push_stop_token(self, token_id: int) -> str:
+        """Add the stop token that ended the output, and return the last text. The text of the stop token belongs to the output
+        only with `include_stop`, as in vLLM."""
+        if not self._include_stop:
+            return self.flush()
+        text = self.push(token_id).text
+        return text + self.flush()
+
     def flush(self) -> str:
-        """Return the text that is still held back, when the request ends without a stop string. Empty after a stop."""
+        """Return the text that is still held back, when the request ends without a stop string. Empty after a stop. The
+        replacement of half a character may complete a stop string: `stopped` then tells so."""
         if self._stopped:
             return ""
         text = self._scan(self._characters.flush())

@@ -87,6 +87,10 @@ class Tokenizer:
         """Return the same bytes as `token_bytes`, and for a special token its spelling in a prompt."""
         return self._special.get(token_id) or self.token_bytes(token_id)
 
+    def spelling(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it, such as "Ġthe". It is empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)

@@ -71,6 +71,8 @@ class Generation(Protocol):
 
     request_id: str
     prompt_len: int
+    prompt_ids: tuple[int, ...]
+    """The token ids of the prompt, for clients that ask for them."""
     dropped: Cancelled | None
     """The reason why the client was dropped: it took nothing for too long. None: it was not."""
 

@@ -13,7 +13,7 @@ from router.api.answer import Delta, Generation
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
 from router.http.reply import Reply
-from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, extension, usage, with_logprobs
+from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add_ids, extension, usage, with_logprobs
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.request import Call
@@ -24,7 +24,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Output:
     text: str
-    tokens: int
+    ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON."""
@@ -48,7 +48,9 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
 
 
 async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
-    pumps = [_pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)]
+    pumps = [
+        _pump(call, g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), reply) for i, g in enumerate(generations)
+    ]
     told = [_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)]
     if len(told) == 1:
         tokens, last = await told[0]
@@ -80,35 +82,43 @@ class _Chunks:
     A delta without text (half a character, part of a stop string) makes no chunk unless it carries other news.
     """
 
-    def __init__(self, format_: ChunkFormat, logprobs: LogprobsFormat | None, prompt_len: int) -> None:
+    def __init__(
+        self, format_: ChunkFormat, logprobs: LogprobsFormat | None, prompt_len: int, prompt_ids: tuple[int, ...] | None
+    ) -> None:
+        """`prompt_ids`: each chunk has the ids of its tokens, and the first one those of the prompt. None: no chunk has ids."""
         self._format = format_
         self._logprobs = logprobs
         self._prompt_len = prompt_len
-        self._always = logprobs is not None or format_.continuous_usage
+        self._prompt_ids = prompt_ids
+        self._always = logprobs is not None or format_.continuous_usage or prompt_ids is not None
         self.tokens = 0
 
     def of(self, delta: Delta) -> bytes:
         """Return the chunk of a delta, or nothing."""
+        is_first = not self.tokens
         self.tokens += len(delta.ids)
         chunk = b""
         if delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
+        if self._prompt_ids is not None:
+            chunk = self._format.with_ids(chunk, delta.ids, self._prompt_ids if is_first else None)
         if self._format.continuous_usage:
             chunk = self._format.with_usage(chunk, usage(self._prompt_len, self.tokens))
         return chunk
 
 
 async def _pump(
-    generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply
+    call: Call, generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, reply: Reply
 ) -> tuple[int, bytes]:
     """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
     it can be written with it.
 
     The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status.
     """
-    chunks = _Chunks(format_, logprobs, generation.prompt_len)
-    opening = format_.role
+    prompt_ids = generation.prompt_ids if call.return_token_ids else None
+    chunks = _Chunks(format_, logprobs, generation.prompt_len, prompt_ids)
+    opening = format_.opening(prompt_ids)
 
     def take(delta: Delta) -> bool:
         if not reply.keeps_up:
@@ -136,8 +146,11 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
     choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
-    totals = usage(sum(g.prompt_len for g in generations), sum(out.tokens for out in outputs))
+    totals = usage(sum(g.prompt_len for g in generations), sum(len(out.ids) for out in outputs))
     rest = extension([g.report for g in generations])
+    if call.return_token_ids:
+        prompts = [g.prompt_ids for g in generations]
+        rest |= add_ids(choices, [out.ids for out in outputs], prompts, chat=call.chat)
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
     await reply.encoded(200, with_logprobs(body, [out.logprobs for out in outputs]))
 
@@ -146,19 +159,19 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
     """Gather one choice's output. Log-probabilities are encoded as they come, because those of a long answer take a second
     together."""
     texts: list[str] = []
-    tokens = 0
+    ids: list[int] = []
     finish_reason = None
     told = JoinedLists()
     async for delta in generation:
         texts.append(delta.text)
-        tokens += len(delta.ids)
+        ids += delta.ids
         finish_reason = delta.finish_reason
         if logprobs is not None:
             told.add(logprobs.of(delta.ids, delta.logprobs))
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tokens, finish_reason, told.encode())
+    return _Output("".join(texts), tuple(ids), finish_reason, told.encode())
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

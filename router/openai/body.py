@@ -74,6 +74,7 @@ class Body(_Scalars, kw_only=True):
     slo_class: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    return_token_ids: bool | None = None
 
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -97,7 +98,7 @@ class Body(_Scalars, kw_only=True):
     allowed_token_ids: Raw = unsupported()
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
-    return_token_ids: Raw = unsupported(False)
+    spaces_between_special_tokens: Raw = unsupported(True)
 
 
 class CompletionBody(Body, kw_only=True):
@@ -108,8 +109,7 @@ class CompletionBody(Body, kw_only=True):
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
 
-    add_special_tokens: Raw = unsupported(True)
-    """The chat endpoint ignores this field: the template alone decides for a chat prompt, and vLLM's default is false there."""
+    add_special_tokens: bool | None = None
 
 
 class ChatBody(Body, kw_only=True):
@@ -119,6 +119,8 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    add_special_tokens: Raw = unsupported(False)
+    """The template alone decides for a chat prompt."""
     tools: Raw = unsupported([])
     tool_choice: Raw = unsupported("none", "auto")
     functions: Raw = unsupported([])

@@ -40,6 +40,8 @@ class Call:
     continuous_usage: bool
     correlation_id: str = ""
     """The client's name for the request. It need not be unique."""
+    return_token_ids: bool = False
+    """The answer has the token ids of prompts and outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,19 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         slo_class=(headers.slo_class if body.slo_class is None else body.slo_class) or "",
         session_id=_session_id(body, headers),
         options=read_options(body),
+        add_special_tokens=not (isinstance(body, CompletionBody) and body.add_special_tokens is False),
         constraint=read_constraint(body),
     )
-    chat = isinstance(body, ChatBody)
-    return Call(chat, request_id, _inputs(common, prompts), stream, include_usage, continuous_usage, correlation_id)
+    return Call(
+        isinstance(body, ChatBody),
+        request_id,
+        _inputs(common, prompts),
+        stream,
+        include_usage,
+        continuous_usage,
+        correlation_id,
+        body.return_token_ids or False,
+    )
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:

@@ -34,7 +34,7 @@ def pack(result: Any) -> Any:
     """Replace token ids by arrays. They are sent and unpacked a hundred times as fast as tuples."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple(pack(one) for one in result.inputs))
-    prompt = result.prompt
+    prompt = getattr(result, "prompt", None)
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
         return replace(result, prompt=array("I", prompt))
     return result

@@ -12,7 +12,7 @@ from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.api.request import ChatMessage, GenerateInput, Prompt
+from router.api.request import ChatMessage, DetokenizeInput, GenerateInput, Prompt
 
 
 def generate_input(
@@ -55,6 +55,13 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
         _check_count("messages", len(request.chat.messages), MAX_MESSAGES)
         return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
     raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
+
+
+def detokenize_input(request: inference_pb2.DetokenizeRequest, max_prompt_tokens: int) -> DetokenizeInput:
+    """Return the ids of a message. A message with more than a request can have is refused by their count."""
+    if (count := len(request.ids)) > max_prompt_tokens + 1:
+        raise InvalidRequest(f"has {count} ids; at most max_model_len {max_prompt_tokens + 1} are allowed", field="ids")
+    return DetokenizeInput(request.model or None, tuple(request.ids), request.skip_special_tokens, "ids")
 
 
 def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:

@@ -159,7 +159,7 @@ async def _unpacked(result: Any) -> Parsed:
 
 
 async def _with_tuple(one: Any) -> Any:
-    if not isinstance(one.prompt, array):
+    if not isinstance(getattr(one, "prompt", None), array):
         return one
     await asyncio.sleep(0)
     return replace(one, prompt=tuple(one.prompt))

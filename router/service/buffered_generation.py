@@ -49,6 +49,7 @@ class BufferedGeneration:
         None: the generation has its own."""
         self.request_id = request_id
         self.prompt_len = prompt_len
+        self.prompt_ids: tuple[int, ...] = ()
         self._released: Callable[[BufferedGeneration], None] | None = released
         self._buffer: deque[Delta] = deque()
         self._deliveries = deliveries or Deliveries()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,7 +15,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, Unkno
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
 from router.parsing.parser import RequestParser
@@ -30,6 +30,7 @@ class FakeGeneration:
     def __init__(self, api: FakeApi, request: GenerateInput) -> None:
         self.request_id = request.request_id or "made-by-router"
         self.prompt_len = max(1, len(request.prompt))
+        self.prompt_ids = tuple(range(7, 7 + self.prompt_len))
         self.closed = False
         self.finished = False
         self.failed = False
@@ -112,8 +113,14 @@ class FakeApi:
     def cancel(self, request_id: str) -> bool:
         return False
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
-        return ()
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
+        return (*([1] if asked.add_special_tokens else []), *map(ord, str(asked.prompt)))
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        return "".join(map(chr, asked.ids))
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Words are tokens; after them come half a character, and ids of no token."""

@@ -230,7 +230,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
-    **dict.fromkeys(["stream", "ignore_eos"], (BOOL,)),
+    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids"], (BOOL,)),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
@@ -242,7 +242,11 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,)} if endpoint == "completion" else {"logprobs": (BOOL,), "top_logprobs": ()}
+    own = (
+        {"logprobs": (INT,), "add_special_tokens": (BOOL,)}
+        if endpoint == "completion"
+        else {"logprobs": (BOOL,), "top_logprobs": ()}
+    )
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
     for name, values in taken.items():

@@ -15,7 +15,7 @@ from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation, Report
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import AdminApi, ModelInfo, RouterApi
 
 WORKER = WorkerSnapshot(
@@ -35,6 +35,7 @@ class Echo:
     def __init__(self, request_id: str, text: str, gate: asyncio.Event) -> None:
         self.request_id = request_id
         self.prompt_len = len(text)
+        self.prompt_ids = tuple(map(ord, text))
         self.dropped: Cancelled | None = None
         self.cancelled = False
         self.closed = False
@@ -103,9 +104,17 @@ class EchoRouter:
             self.gate.set()
         return found
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """A token is a character."""
-        return tuple(map(ord, str(prompt)))
+        return tuple(map(ord, str(asked.prompt)))
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        """Write the characters."""
+        return "".join(map(chr, asked.ids))
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """A token is spelled as its character."""
+        return list(map(chr, ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the character."""
