@@ -120,6 +120,9 @@ bench-kv-layout: setup ## measure one run of bytes for a KV block beside a pool 
 bench-sampling: setup ## measure the way from logits to a token, beside one read of the logits and transformers
 	$(BIN)/python -m bench.engine.sampling
 
+bench-constraints: setup ## measure what structured output costs in a decode step of 32 sequences
+	$(BIN)/python -m bench.engine.constraints
+
 bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 

@@ -24,6 +24,7 @@ from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.outcome import OutputToken
@@ -193,7 +194,7 @@ class DecodeRole:
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
         if result.block_tables is None:
             self._forget(request)
-            self._no_room(request.handle, request.request_id, request.prompt_len)
+            self._no_room(request.handle, request.request_id, request.prompt_len, result.shortage)
             return
         self._note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
         if not request.local_prefill:
@@ -213,13 +214,14 @@ class DecodeRole:
     def _note(self, request: BoundRequest, kind: WorkKind, **fields: Value) -> None:
         self._host.stories.note(request.request_id, kind, **fields)
 
-    def _no_room(self, handle: Handle, request_id: str, prompt_len: int) -> None:
+    def _no_room(self, handle: Handle, request_id: str, prompt_len: int, shortage: Shortage | None = None) -> None:
         """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
         needed = sum(group.blocks_for(prompt_len) + 1 - group.first_live(prompt_len) for group in self._host.kv_spec.groups)
-        self._host.stories.note(
-            request_id, WorkKind.NO_ROOM, blocks_needed=needed, requests=len(self._by_handle), draining=int(self._host.draining)
-        )
-        self._host.send(link_pb2.WorkerMessage(no_room=decode_pb2.NoRoom(handle=handle, blocks_needed=needed)))
+        lacking: dict[str, Value] = {} if shortage is None else {"shortage": str(shortage)}
+        counts = {"blocks_needed": needed, "requests": len(self._by_handle), "draining": int(self._host.draining)}
+        self._host.stories.note(request_id, WorkKind.NO_ROOM, **counts, **lacking)
+        said = decode_pb2.NoRoom(handle=handle, blocks_needed=needed, shortage=codec.shortage_to_wire(shortage))
+        self._host.send(link_pb2.WorkerMessage(no_room=said))
 
     def _attach(self, command: decode_pb2.Attach) -> None:
         request = self._by_handle.get(Handle(command.handle))

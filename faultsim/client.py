@@ -106,6 +106,8 @@ def _input_of(ask: Ask) -> GenerateInput:
         "stop": params.stop,
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
     }
     return GenerateInput(
         prompt=ask.prompt,
@@ -131,6 +133,8 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
         stop=rng.choice(((), (), (), (rng.choice(_STOPS) * 2,))),
         stop_token_ids=rng.choice(((), (), (rng.randrange(VOCAB_SIZE),))),
         ignore_eos=rng.random() < 0.5,
+        include_stop_str_in_output=rng.random() < 0.2,
+        skip_special_tokens=rng.random() < 0.8,
     )
     hurried = unruly and rng.random() < 0.1
     leaves = unruly and rng.random() < 0.15

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.llama import LLAMA, llama_spec
@@ -32,12 +32,24 @@ class SimTokenizer:
     """A tokenizer for output only, since prompts come as ids. Some of its tokens are parts of characters."""
 
     has_chat_template = False
+    chat_template = None
+    special_tokens: ClassVar[dict[int, str]] = {}
     vocab_size = VOCAB_SIZE
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text."""
+        """Return the bytes that a token adds to the text; the end of the sequence adds none."""
+        if token_id == EOS:
+            return b""
         piece = _PIECES[token_id % len(_PIECES)].encode()
         return piece[: 1 + token_id % len(piece)] if token_id % 7 == 0 else piece
+
+    def written_bytes(self, token_id: int) -> bytes:
+        """Return the same bytes, and for the end of the sequence its written form."""
+        return self.token_bytes(token_id) or b"</s>"
+
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is special, as the end of the sequence is."""
+        return token_id == EOS
 
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output."""
@@ -101,11 +113,14 @@ def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))
-        if len(ids) >= params.min_tokens and token_id in stop_ids:
-            return Answer(tuple(ids), "".join(pieces) + text.push_stop_token(token_id), FinishReason.STOP)
+        ended = len(ids) >= params.min_tokens and token_id in stop_ids
+        if ended and not params.include_stop_str_in_output:
+            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         step = text.push(token_id)
         pieces.append(step.text)
         if step.stopped:
             return Answer(tuple(ids), "".join(pieces), FinishReason.STOP)
+        if ended:
+            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
         if len(ids) >= params.max_tokens or len(prompt) + len(ids) >= MAX_MODEL_LEN:
             return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH)

@@ -19,6 +19,7 @@ from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.autoscaling import PLANNER, AutoscalingConfig, PoolCost
+from pdserve.core.settings.chats import ChatConfig
 from pdserve.core.settings.labels import LabelSelector, check_key
 from pdserve.core.settings.types import (
     Bytes,
@@ -187,7 +188,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ChatConfig):
     """The router: where it listens, which limits it sets for clients, and how it deals with losses. Port 0 is any free one."""
 
     # Clients connect to this address, by HTTP and by gRPC.
@@ -218,8 +219,7 @@ class RouterConfig:
     # The router refuses further requests while so many requests, or so many of their tokens, wait.
     max_queued_requests: PositiveInt = 1024
     max_queued_tokens: PositiveInt = 1 << 20
-    # The index of which worker holds which prefixes may take so many bytes. When it is full, it forgets the oldest prefixes. 0
-    # turns it off: no request goes to a worker because of the KV that the worker holds.
+    # The index of which worker holds which prefixes may take so many bytes. When full, it forgets the oldest. 0 turns it off.
     prefix_index_bytes: NonNegativeBytes = 256 * MIB
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
     # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.

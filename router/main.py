@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         setup_logging(args.log_level)
         config = load(RouterProcessConfig, args.config, args.set)
-        model = ServedModel.load(config.engine)
+        model = ServedModel.load(config.engine, config.router.chat_template)
         uvloop.run(_run(config, model, exit_with_parent=args.exit_with_parent))
     except ConfigError as exc:
         print(f"error: {exc.message}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -103,6 +103,7 @@ class FakeWorker:
     token_interval_s: float = 0.0  # pause after each step of all sequences
     eos_after: int | None = None  # the token with this number, counted from 1, ends the sequence
     text_of: Callable[[int], str] = text_of_token
+    script: Sequence[str] = ()  # the texts of the outputs in order, in place of `text_of`; the last one ends the sequence
 
     # A test changes these while the worker runs.
     refuse_binds: int = 0  # the number of next binds that are answered with NoRoom
@@ -373,6 +374,8 @@ class FakeWorker:
         """Return token id, text and finish reason of output `index`. A stop string is found only within one token's text."""
         sampling = sequence.sampling
         token_id = token_at(sequence.prompt_ids, index, self.vocab_size)
+        if self.script:
+            return token_id, self.script[index], _STOP if index + 1 == len(self.script) else _UNFINISHED
         text = self.text_of(token_id)
         stop = next((s for s in sampling.stop if s in text), None)
         if stop is not None:

@@ -30,6 +30,13 @@ _GEMMA: Final = {
     **_HEAD, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 12, "query_pre_attn_scalar": 40,
     "final_logit_softcapping": 4.0, "tie_word_embeddings": True,
 }  # fmt: skip
+_GEMMA3: Final = {
+    **_GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+    },
+}  # fmt: skip
 _YARN: Final = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256, "beta_fast": 32,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -43,10 +50,20 @@ _LATENT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A model to make: the name of its class in transformers, and settings on top of those of all models."""
+    """A model to make: the name of its class in transformers, and settings on top of those of all models. vision: settings of
+    the part that reads images. None: the model has none."""
 
     architecture: str
     settings: Mapping[str, Any]
+    vision: Mapping[str, Any] | None = None
+
+    def config(self, config_class: Any, settings: Mapping[str, Any]) -> Any:
+        """Make the configuration. settings: more settings, of the language model."""
+        all_settings = {**_BASE, **self.settings, **settings}
+        if self.vision is None:
+            return config_class(**all_settings)
+        tied = all_settings["tie_word_embeddings"]
+        return config_class(text_config=all_settings, vision_config=dict(self.vision), tie_word_embeddings=tied)
 
 
 RANDOM_MODELS: Final[Mapping[str, RandomModel]] = {
@@ -73,12 +90,10 @@ RANDOM_MODELS: Final[Mapping[str, RandomModel]] = {
     }),
     "qwen3-moe": RandomModel("Qwen3MoeForCausalLM", {**_EXPERTS, **_HEAD, "num_experts": 8, "decoder_sparse_step": 2}),
     "gemma2": RandomModel("Gemma2ForCausalLM", {**_GEMMA, "attn_logit_softcapping": 1.5}),
-    "gemma3": RandomModel("Gemma3ForCausalLM", {
-        **_GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
-        },
+    "gemma3": RandomModel("Gemma3ForCausalLM", _GEMMA3),
+    "gemma3-images": RandomModel("Gemma3ForConditionalGeneration", {**_GEMMA3, "final_logit_softcapping": None}, {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
     }),
     "deepseek-v2": RandomModel("DeepseekV2ForCausalLM", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek-v2-lite": RandomModel("DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
@@ -95,7 +110,7 @@ def write_random(directory: Path, name: str, **settings: Any) -> Any:
     import transformers
 
     model_of = getattr(transformers, RANDOM_MODELS[name].architecture)
-    config = model_of.config_class(**{**_BASE, **RANDOM_MODELS[name].settings, **settings})
+    config = RANDOM_MODELS[name].config(model_of.config_class, settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the other ways refuse float64
     model = model_of(config).eval()

@@ -5,9 +5,10 @@
 
 The cases are prefill of 512 and 2,048 tokens, and decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at
 2,048. In each round all engines are measured in turn, case by case, so that other work on the machine slows all of them. The
-table shows medians over the rounds. The floor of a step is the longer of two times: reading its weights and KV at the
-measured memory bandwidth, and computing its products at the measured peak of bfloat16 (twice this peak for products of
-integers). Both rates are measured in each round, and a share of the floor uses the rates of its own round.
+table shows medians over the rounds; each figure is also printed as it comes. The floor of a step is the longer of two times:
+reading its weights and KV at the measured memory bandwidth, and computing its products at the measured peak of bfloat16 (twice
+this peak for products of integers). Both rates are measured in each round, and a share of the floor uses the rates of its own
+round.
 
 --shape measures a model of random weights instead: `SHAPES` of shapes.py. The floor of a mixture of experts counts the experts
 that the tokens of a step choose when all are chosen alike. llama.cpp's files are made for Llama only.
@@ -95,18 +96,20 @@ def rows_of(
     return rows
 
 
-def table_of(rows: Sequence[Row], card: ModelCard, machines: Sequence[Machine], title: str) -> Table:
+def table_of(
+    rows: Sequence[Row], card: ModelCard, machines: Sequence[Machine], title: str, cases: Sequence[Case] = CASES
+) -> Table:
     """Return the table of tokens per second, shares of the floor, and ratios to the peers."""
-    table = Table("engine", *(case.name for case in CASES), title=title)
+    table = Table("engine", *(case.name for case in cases), title=title)
     for row in rows:
-        cells = [_cell(row, case, card, machines) for case in CASES]
+        cells = [_cell(row, case, card, machines) for case in cases]
         table.add_row(row.name + (f"\n{row.failed}" if row.failed else ""), *cells)
     if any(not row.ours for row in rows):
         table.add_section()
-        table.add_row("best of ours / of theirs", *(_ratio(rows, case, bf16=False) for case in CASES))
-        table.add_row("  goal", *(f"{DECODE_GOAL if case.cached else PREFILL_GOAL} x" for case in CASES))
-        table.add_row("bf16 / their best bf16", *(_ratio(rows, case, bf16=True) for case in CASES))
-        table.add_row("  goal", *("1.0 x" for _ in CASES))
+        table.add_row("best of ours / of theirs", *(_ratio(rows, case, bf16=False) for case in cases))
+        table.add_row("  goal", *(f"{DECODE_GOAL if case.cached else PREFILL_GOAL} x" for case in cases))
+        table.add_row("bf16 / their best bf16", *(_ratio(rows, case, bf16=True) for case in cases))
+        table.add_row("  goal", *("1.0 x" for _ in cases))
     spread = max((max(found) / min(found) for row in rows for found in row.times.values() if found), default=1.0)
     table.caption = f"the slowest round of a cell took up to {spread:.1f} x its fastest"
     return table
@@ -139,6 +142,7 @@ def points_of(rows: Sequence[Row], card: ModelCard) -> list[Point]:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Measure all rounds and print the table; draw the roofline when asked."""
     directory = resolve(args.model) if args.shape is None else shape_directory(args.shape)
+    cases = [case for case in CASES if args.cases is None or case.name in args.cases]
     card = ModelCard.load(directory)
     with ExitStack() as stack:
         rows = rows_of(directory, card, args.threads, args.peers, stack, console)
@@ -146,15 +150,19 @@ def run(args: argparse.Namespace, console: Console) -> None:
         for number in range(args.rounds):
             console.print(f"round {number + 1} of {args.rounds}")
             machines.append(measure(args.threads))
-            for case in CASES:
+            for case in cases:
+                console.print(f"  {case.name}: ", end="")
                 for row in rows:
                     row.measure(case)
+                    if row.times[case]:
+                        console.print(f"{row.name} {case.step_tokens / row.times[case][-1]:,.0f}", end="; ")
+                console.print()
     machine = median_of(machines)
     title = (
         f"{card.name}, {args.threads} thread(s), tokens/s and share of the floor: "
         f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, bfloat16 products {machine.bf16_flops_s / 1e9:.0f} GFLOP/s"
     )
-    console.print(table_of(rows, card, machines, title))
+    console.print(table_of(rows, card, machines, title, cases))
     if args.plot is not None:
         plot(args.plot, title.split(",")[0], machine, points_of(rows, card))
 
@@ -166,6 +174,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="a model of random weights instead")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cases", nargs="+", choices=[case.name for case in CASES], help="only these cases; the last one takes longest"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=ENGINES, default=None, help="engines to compare with; all if no name is given"
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pdserve.checkpoint.families.gemma import TEXT_DEFAULTS
 from pdserve.checkpoint.numbers import integer, integers
 from pdserve.core.errors import ConfigError
 from pdserve.core.roofline.shape import (
@@ -73,9 +74,10 @@ def read_model(name: str, config: Mapping[str, Any], num_kv_heads: int | None = 
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of a configuration: models that see images nest it."""
+    """Return the language model's part of a configuration: models that see images nest it. Gemma 3 leaves its defaults out."""
     nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else config
+    defaults = TEXT_DEFAULTS if config.get("model_type") == "gemma3" else {}
+    return {**config, **defaults, **nested} if isinstance(nested, dict) else config
 
 
 def _read(name: str, config: Mapping[str, Any], num_kv_heads: int | None) -> PublishedModel:

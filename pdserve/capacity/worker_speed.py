@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.capacity.question import Question
+from pdserve.capacity.question import MOST_USERS, Question
 from pdserve.core.roofline.flops import StepFlops
 from pdserve.core.roofline.traffic import StepTraffic
 
 ROWS: Final = 256
 """Rows of logits that a step may hold at once: vLLM's default of sequences, and this project's largest."""
+BLOCK_SIZE: Final = 16
+"""Tokens of a KV block: the default of `engine.block_size`."""
 ACTIVATION_BYTES: Final = 2
 LOGIT_BYTES: Final = 4
 ALL_REDUCE_S: Final = 5e-6
@@ -81,12 +83,20 @@ class WorkerSpeed:
 
     def users_at(self, context: int) -> int:
         """Return the most sequences of this length that fit."""
-        return math.floor(self.memory.kv_bytes / (self.kv_bytes(context) * self.kv_copies))
+        room, most = self.memory.kv_bytes / self.kv_copies, MOST_USERS
+        return last_true(most, lambda users: self.held_bytes(users, context) <= room)
+
+    def held_bytes(self, users: int, context: int) -> float:
+        """Return the bytes of KV that so many sequences of this length hold while they run, stored once. Layers with a sliding
+        window hold less than the context, but more than `kv_bytes`: whole blocks, and those of a step."""
+        shape, step = self.question.model.shape, self.question.max_num_batched_tokens
+        numbers = shape.held_numbers(users, context, step_tokens=step, block_size=BLOCK_SIZE)
+        return numbers * self.question.kv_bits / 8
 
     def max_context(self, users: int) -> int:
         """Return the longest context that fits for so many sequences at once, at most the positions of the model."""
         room, most = self.memory.kv_bytes / self.kv_copies, self.question.model.max_position
-        return longest_context(room, users, self.kv_bytes, most)
+        return last_true(most, lambda tokens: self.held_bytes(users, tokens) <= room)
 
     def decode_s(self, batch: float, context: int) -> float:
         """Return the time of a step that gives one token to each of `batch` sequences of `context` tokens."""
@@ -152,14 +162,6 @@ class WorkerSpeed:
         row = 2 * shape.hidden_size * self.tp + question.model.widest  # each GPU holds the row, and its share of the rest
         activations = question.max_num_batched_tokens * row * ACTIVATION_BYTES + ROWS * shape.vocab_size * LOGIT_BYTES
         return Memory(total, total * question.gpu_memory_utilization, weights, activations)
-
-
-def longest_context(room_bytes: float, users: int, kv_bytes: Callable[[int], float], most: int) -> int:
-    """Return the most tokens, up to `most`, whose KV fits into the room for each of `users` sequences at once.
-
-    kv_bytes: the bytes of one sequence of so many tokens. They never fall when the tokens rise.
-    """
-    return last_true(most, lambda tokens: users * kv_bytes(tokens) <= room_bytes)
 
 
 def last_true(most: int, holds: Callable[[int], bool]) -> int:

@@ -107,12 +107,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _ids(directory: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
     """Return the ids that end a request, ascending, and the id that begins a text, or None.
 
-    The ids that end a request are those of config.json and of generation_config.json together.
+    The ids that end a request are those of config.json, of the language model inside it, and of generation_config.json.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    eos = {index for source in (config, generation) for index in _eos_ids(source)}
-    bos = config.get("bos_token_id", generation.get("bos_token_id"))
+    inner = config.get("text_config") or {}
+    eos = {index for source in (config, inner, generation) for index in _eos_ids(source)}
+    bos = config.get("bos_token_id", inner.get("bos_token_id", generation.get("bos_token_id")))
     return tuple(sorted(eos)), None if bos is None else token_id("bos_token_id", bos)
 
 

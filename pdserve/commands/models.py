@@ -70,8 +70,9 @@ def describe(model: str, dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
     from pdserve.core.kv_layout import DTYPE_BITS
     from pdserve.engine.runner import device_of
     from pdserve.engine.ways import ways_of
+    from pdserve.text.calls.registry import AUTO, NONE, call_form, reasoning_form
 
-    name, architecture, spec, refused = _find(model)
+    name, architecture, spec, refused, template = _find(model)
     computed, kv_dtype, device = resolve_dtype(dtype), resolve_kv_dtype(kv_cache_dtype, dtype), device_of("auto")
     ways = ways_of(spec, device=device, dtype=computed, kv_dtype=kv_dtype)
     block_size = 16
@@ -90,11 +91,14 @@ def describe(model: str, dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
         "runs_by": next((way.name for way in ways if way.obstacle is None), None),
         "backends": _plain(ways),
         "checkpoint_refused": refused,
+        "tool_call_parser": None if template is None else call_form(AUTO, template) or NONE,
+        "reasoning_parser": None if template is None else reasoning_form(AUTO, template) or NONE,
     }
 
 
-def _find(model: str) -> tuple[str, str, ModelSpec, str | None]:
-    """Return the name, the architecture and the spec of a model, and the reason why its published checkpoint is refused.
+def _find(model: str) -> tuple[str, str, ModelSpec, str | None, str | None]:
+    """Return the name, the architecture and the spec of a model, the reason why its published checkpoint is refused, and the
+    text of its chat template. None for the template: it has none, or its files are not here.
 
     Raises `ConfigError`, also for a published model that no family reads.
     """
@@ -103,17 +107,20 @@ def _find(model: str) -> tuple[str, str, ModelSpec, str | None]:
     from pdserve.checkpoint.families.registry import family_of
     from pdserve.checkpoint.resolve import resolve
     from pdserve.core.errors import ConfigError
+    from pdserve.text.chat import ChatTemplate
 
     published = published_model(model)
     if published is None:
-        card = ModelCard.load(resolve(model, load_format="dummy"), load_format="dummy")
-        return card.name, card.architecture, card.spec, None
+        directory = resolve(model, load_format="dummy")
+        card = ModelCard.load(directory, load_format="dummy")
+        template = ChatTemplate.load(directory)
+        return card.name, card.architecture, card.spec, None, None if template is None else template.text
     name, refused = model.lower(), published.get("refused")
     config = {key: value for key, value in published["config"].items() if key != "quantization_config"}
     if "architectures" not in config:
         raise ConfigError(f"{name} has no family: {refused}")
     (architecture,) = config["architectures"]
-    return name, architecture, family_of(architecture).read(config), refused
+    return name, architecture, family_of(architecture).read(config), refused, None
 
 
 def _plain(ways: Iterable[Way]) -> dict[str, str]:
@@ -182,6 +189,8 @@ def _model_table(found: dict[str, Any]) -> Table:
     made.add_row("weights", f"{size(found['weights_bytes'])} in {found['dtype']}")
     if found["checkpoint_refused"]:
         made.add_row("published checkpoint", f"refused: {found['checkpoint_refused']}")
+    for name in ("tool_call_parser", "reasoning_parser"):
+        made.add_row(name.replace("_", " "), found[name] or "unknown: there is no chat template here")
     made.add_row("KV of a token", f"{size(found['kv_bytes_per_token'])} in {found['kv_dtype']}")
     made.add_row(f"runs here ({found['device']}) by", runs, style="bold")
     for name, told in found["backends"].items():

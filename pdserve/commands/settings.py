@@ -11,6 +11,7 @@ import click
 from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, ClusterConfig, load
 from pdserve.core.sampling import Placement
 from pdserve.core.settings.types import parse_bytes
+from pdserve.text.calls.registry import AUTO, CALL_FORMS, NONE, REASONING_SIGNS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -125,6 +126,24 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         click.Path(dir_okay=False),
         "Record what happens to requests in this file, without prompts, for `pdserve replay`.",
     ),
+    (
+        ("--chat-template",),
+        "router.chat_template",
+        click.Path(dir_okay=False),
+        "File with the chat template, in Jinja (default: the model's own).",
+    ),
+    (
+        ("--tool-call-parser",),
+        "router.tool_call_parser",
+        click.Choice([AUTO, NONE, *CALL_FORMS]),
+        "Form in which the model writes calls of tools (default auto: by its chat template).",
+    ),
+    (
+        ("--reasoning-parser",),
+        "router.reasoning_parser",
+        click.Choice([AUTO, NONE, *REASONING_SIGNS]),
+        "Form in which the model writes its reasoning (default auto: by its chat template).",
+    ),
     (("--max-workers",), "autoscaling.max_workers", POSITIVE, "Limit of the workers of both pools together."),
     (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
     (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
@@ -189,6 +208,7 @@ def cluster_config(
     model = settings.get("engine.model")
     if model and Path(model).expanduser().exists():  # workers may run in another directory
         settings["engine.model"] = str(Path(model).expanduser().absolute())
-    if record := settings.get("router.record_file"):  # the router may run in another directory
-        settings["router.record_file"] = str(Path(record).expanduser().absolute())
+    for name in ("router.record_file", "router.chat_template"):  # the router may run in another directory
+        if file := settings.get(name):
+            settings[name] = str(Path(file).expanduser().absolute())
     return load(ClusterConfig, config_file, overrides, settings)

@@ -82,6 +82,12 @@ def _start(cluster: Cluster, view: StartView, console: Console) -> None:
     console.print(f"gRPC   {endpoints.grpc}")
     console.print(f"admin  {endpoints.admin}")
     console.print(f"logs   {cluster.folders.logs}")
-    try_it = f"pdserve generate --address {reachable(endpoints.grpc)} --chat 'Why is the sky blue?'"
-    console.print(f"try    {try_it}")
+    console.print(f"try    {first_request(reachable(endpoints.grpc), chat=info.has_chat_template)}")
     console.print("ready; Ctrl-C stops it")
+
+
+def first_request(address: str, *, chat: bool) -> str:
+    """Return a command that sends a first request. chat: the model has a chat template. A model without one goes on with a
+    text."""
+    prompt = "--chat 'Why is the sky blue?'" if chat else "'The sky is blue because'"
+    return f"pdserve generate --address {address} {prompt}"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.blocks import BlockCounts, BlockPool, Holder, Reservation, SumBlocks
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, SeqId
-from pdserve.core.kv_layout import KvGroup
+from pdserve.core.kv_layout import KvGroup, Shortage
 from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
@@ -93,17 +93,18 @@ class WindowPool(BlockPool):
         needed = max(least, count - end + self._layout.most_held(hits, end, prefill.chunk))
         return needed if needed + live_hits <= self.num_blocks else least
 
-    def fits_prefill(self, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, spare: int, dead: int) -> bool:
-        """Tell whether `reserve_prefill` may follow. An empty pool takes every table that is no longer than its longest one."""
+    def lacking_for(self, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, spare: int, dead: int) -> int:
+        """Return how many blocks lack for `reserve_prefill` to follow. Below 1, none does. An empty pool takes every table that
+        is no longer than its longest one."""
         hits = self.lookup(hashes[dead:])
         needed = self.blocks_needed(count, prefill, len(hashes), len(hits))
         evictable_hits = sum(block_id in self._cached for block_id in hits)
-        return needed + spare <= self.num_allocatable - evictable_hits
+        return needed + spare - (self.num_allocatable - evictable_hits)
 
     def reserve_prefill(
         self, holder: Holder, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, dead: int
     ) -> Reservation:
-        """Do the work of `reserve`, but take only hits and what a lease keeps. The caller has asked `fits_prefill`."""
+        """Do the work of `reserve`, but take only hits and what a lease keeps. The caller has asked `lacking_for`."""
         end = self._end_of_gap(count, prefill, len(hashes))
         reservation = self.reserve(holder, len(hashes) + count - end, hashes, dead=dead)
         assert reservation is not None
@@ -285,7 +286,7 @@ class BlockPools:
         taken = [pool.allocate(holder, count) for pool in self.groups]
         return tuple([blocks for blocks in taken if blocks is not None])
 
-    def fits(
+    def shortage(
         self,
         count: int,
         hashes: Sequence[BlockHash] = (),
@@ -293,12 +294,17 @@ class BlockPools:
         spare: int | Sequence[int] = 0,
         arriving: int = 0,
         prefill: Prefill | None = None,
-    ) -> bool:
-        """Tell whether `reserve` would succeed now and leave at least `spare` blocks of each group allocatable, or so many as
-        `spare` has for the group."""
+    ) -> Shortage | None:
+        """Return the group that lacks the most blocks for `reserve` to succeed now and leave at least `spare` blocks of each
+        group allocatable, or so many as `spare` has for the group. None: no group lacks any."""
         common = self._common(hashes, arriving)
         spares = [spare] * len(self.groups) if isinstance(spare, int) else spare
-        return self._have_room(count, common, self._dead(common, arriving), spares, prefill)
+        lacking = self._lacking(count, common, self._dead(common, arriving), spares, prefill)
+        if (most := max(lacking)) <= 0:
+            return None
+        group = lacking.index(most)
+        free, layout = self.groups[group].num_allocatable, self._windows.get(group)
+        return Shortage(group, free + most, free, 0 if layout is None else layout.window or 0)
 
     def reserve(
         self,
@@ -319,7 +325,7 @@ class BlockPools:
         common = self._common(hashes, arriving)
         dead = self._dead(common, arriving)
         several = len(self.groups) > 1 or prefill is not None
-        if several and not self._have_room(count, common, dead, [0] * len(self.groups), prefill):
+        if several and max(self._lacking(count, common, dead, [0] * len(self.groups), prefill)) > 0:
             return None
         found: list[Reservation] = []
         for pool, n in zip(self.groups, dead, strict=True):
@@ -331,17 +337,15 @@ class BlockPools:
                 return None
         return TableReservation(tuple([reservation.block_ids for reservation in found]), found[0].hits)
 
-    def _have_room(
+    def _lacking(
         self, count: int, hashes: Sequence[BlockHash], dead: Sequence[int], spares: Sequence[int], prefill: Prefill | None
-    ) -> bool:
-        for pool, spare, n in zip(self.groups, spares, dead, strict=True):
-            if prefill is not None and isinstance(pool, WindowPool):
-                fits = pool.fits_prefill(count, hashes, prefill, spare=spare, dead=n)
-            else:
-                fits = pool.fits(count, hashes, spare=spare, dead=n)
-            if not fits:
-                return False
-        return True
+    ) -> list[int]:
+        return [
+            pool.lacking_for(count, hashes, prefill, spare=spare, dead=n)
+            if prefill is not None and isinstance(pool, WindowPool)
+            else pool.lacking(count, hashes, spare=spare, dead=n)
+            for pool, spare, n in zip(self.groups, spares, dead, strict=True)
+        ]
 
     def blocks_needed(self, tables: Iterable[tuple[int, Prefill]]) -> list[int]:
         """Return how many blocks of each group these tables need together. A table is its number of blocks and its prompt."""

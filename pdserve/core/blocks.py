@@ -187,11 +187,11 @@ class BlockPool:
             runs.append(runs[-1] + 1 if block_hash in self._block_with else 0)
         return runs
 
-    def fits(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0, dead: int = 0) -> bool:
-        """Tell whether `reserve` would succeed now and leave at least `spare` blocks allocatable."""
+    def lacking(self, count: int, hashes: Sequence[BlockHash] = (), *, spare: int = 0, dead: int = 0) -> int:
+        """Return how many blocks lack for `reserve` to succeed now and leave `spare` allocatable. Below 1, none does."""
         hits = self.lookup(hashes[dead:] if dead else hashes)
         evictable_hits = sum(block_id in self._cached for block_id in hits)
-        return count - dead - len(hits) + spare <= self.num_allocatable - evictable_hits
+        return count - dead - len(hits) + spare - (self.num_allocatable - evictable_hits)
 
     def reserve(self, holder: Holder, count: int, hashes: Sequence[BlockHash], *, dead: int = 0) -> Reservation | None:
         """Give `count` blocks to a new holder: the longest prefix of `hashes` in the pool is shared, the others are fresh.
@@ -203,7 +203,7 @@ class BlockPool:
         """
         if holder in self._blocks_of or len(hashes) > count or holder.kind is HolderKind.LEASE:
             raise InternalBug(f"{holder} cannot reserve {count} blocks with {len(hashes)} hashes")
-        if not self.fits(count, hashes, dead=dead):
+        if self.lacking(count, hashes, dead=dead) > 0:
             return None
         hits = self.lookup(hashes[dead:] if dead else hashes)
         known = min(len(hashes), dead) + len(hits)

@@ -260,21 +260,52 @@ class KvSpec:
 
         A group whose pool has room for its window never binds, unless all groups are like that: then the smallest one counts.
         """
+        longest = self.longest_tokens(num_blocks)
+        return min(num_blocks) * self.block_size if longest is None else longest
+
+    def longest_tokens(self, num_blocks: Sequence[int]) -> int | None:
+        """Return the tokens of the longest sequence that empty pools of these sizes always take. None: there is no limit,
+        since all layers have windows, and each pool has room for its window."""
         sizes = [group.longest_table(count) for group, count in zip(self.groups, num_blocks, strict=True)]
-        return min([count for count in sizes if count is not None], default=min(num_blocks)) * self.block_size
+        longest = min([count for count in sizes if count is not None], default=None)
+        return None if longest is None else longest * self.block_size
+
+    def held_tokens(self, num_blocks: Sequence[int]) -> int:
+        """Return the tokens whose blocks a sequence of any length holds at most once it decodes, in the group that needs the
+        most. 0: there is no such bound, because a group keeps all tokens or has too small a pool for its window."""
+        if self.longest_tokens(num_blocks) is not None:
+            return 0
+        return max(group.least_promise for group in self.groups) * self.block_size
 
 
-def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A KV group whose pool has no room for a sequence. Where several have none, it is the one that lacks the most blocks."""
+
+    group: int
+    blocks_needed: int
+    """So many free blocks would do: those for the sequence, and those for which others wait already."""
+    blocks_free: int
+    """The blocks that can be allocated there and are promised to nobody."""
+    window: int = 0
+    """The tokens of the group's sliding window. 0: it keeps all tokens."""
+
+    def __str__(self) -> str:
+        kept = f"a window of {self.window:,} tokens" if self.window else "all tokens"
+        return f"KV group {self.group} ({kept}) needs {self.blocks_needed:,} blocks and has {self.blocks_free:,}"
+
+
+def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int | None) -> int:
     """Return the length of the longest request, prompt and output, that model and KV pool can hold, in tokens.
 
-    `requested` None stands for the longest possible. Raises `ConfigError` when the model (`max_position`) or the KV pool
-    (`pool_tokens`) cannot hold `requested` tokens.
+    `requested` None stands for the longest possible, and `pool_tokens` None for a pool without a limit. Raises
+    `ConfigError` when the model (`max_position`) or the KV pool (`pool_tokens`) cannot hold `requested` tokens.
     """
     if requested is None:
-        return min(max_position, pool_tokens)
+        return max_position if pool_tokens is None else min(max_position, pool_tokens)
     if requested > max_position:
         raise ConfigError(f"max_model_len {requested} is over the model's own limit of {max_position} tokens")
-    if requested > pool_tokens:
+    if pool_tokens is not None and requested > pool_tokens:
         raise ConfigError(
             f"max_model_len {requested} does not fit the KV pool of {pool_tokens} tokens: "
             "raise kv_cache_memory or lower max_model_len"

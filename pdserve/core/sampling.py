@@ -26,9 +26,11 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """The model stopped after calls of tools. Only the router's front ends know it: to all others this is `STOP`."""
 
 
-FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
+FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.TOOL_CALLS}
 """The finish reason of each number on the wire (`FinishReason` in common.proto). None: the output goes on."""
 
 
@@ -86,7 +88,7 @@ class SamplingParams:
     logprobs: int | None = limited(None, IntRange(0, 20))
     """The limit is OpenAI's for chat, and vLLM's default."""
     include_stop_str_in_output: bool = False
-    """The text ends behind the stop string that ended it, and not before."""
+    """The text ends behind the stop string or the stop token that ended it, and not before."""
     skip_special_tokens: bool = True
     """False: the text has the written form of special tokens. A stop string may then match it."""
     edits_logits: bool = field(init=False, repr=False, compare=False)

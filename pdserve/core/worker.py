@@ -100,6 +100,9 @@ class WorkerHello:
     peak_flops_per_s: float = 0.0
     peak_bytes_per_s: float = 0.0
     """The bytes that the worker's device can read from its memory in a second. 0: unknown, as for the operations above."""
+    held_tokens: int = 0
+    """The most tokens whose KV a request holds once it decodes, however long it is: all layers have sliding windows. 0: it
+    holds that of all its tokens."""
 
     @property
     def kv_tokens(self) -> int:

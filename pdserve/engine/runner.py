@@ -170,14 +170,14 @@ class ModelRunner:
     ) -> ModelRunner:
         """Make a runner with a pool of `kv_bytes`.
 
-        pool_tokens: the number of tokens that limits max_model_len; None means the tokens that the pool holds.
+        pool_tokens: the number of tokens that limits max_model_len; None means the longest sequence that the pool takes.
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
             limits = (config.max_num_seqs, config.batched_tokens(device.type))
             most = [group.most_useful(*limits) for group in spec.groups]
             kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most)
-        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.tokens)
+        max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.longest)
         try:
             model = _model(card, weights, kv, config, max_model_len)
         except MemoryError as exc:

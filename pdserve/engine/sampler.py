@@ -57,33 +57,15 @@ def sample(
     taken: list[Sampled] = list(zip(best, repeat(None)))
     if others and NO_TOKEN in best:
         others = [i for i in others if best[i] != NO_TOKEN]
-    for rows, take in _ways(logits, others, specs, fast):
-        for i, result in zip(rows, take(rows, [specs[i] for i in rows]), strict=True):
+    if others:
+        take = fast or partial(_take_all, logits)
+        for i, result in zip(others, take(others, [specs[i] for i in others]), strict=True):
             taken[i] = result
     return taken
 
 
 def _edits_or_draws(spec: SampleSpec) -> bool:
     return not spec.params.plainly_greedy or bool(spec.banned_ids) or spec.grammar is not None
-
-
-def _ways(
-    logits: Tensor, rows: list[int], specs: Sequence[SampleSpec], fast: Samples | None
-) -> list[tuple[list[int], Samples]]:
-    """Return which rows are taken by which function. Compiled code knows no masks, so it gets rows that are masked already. It
-    would take log-probabilities from these, so masked rows with log-probabilities go the other way."""
-    slow = partial(_take_all, logits)
-    if fast is None:
-        return [(rows, slow)] if rows else []
-    masked = [i for i in rows if specs[i].grammar is not None]
-    if not masked:
-        return [(rows, fast)] if rows else []
-    asking = {i for i in masked if specs[i].params.logprobs is not None}
-    for i in masked:
-        if i not in asking:
-            _mask(logits[i], specs[i])
-    ways: list[tuple[list[int], Samples]] = [([i for i in rows if i not in asking], fast), (sorted(asking), slow)]
-    return [(some, take) for some, take in ways if some]
 
 
 def best_ids(logits: Tensor) -> Tensor:

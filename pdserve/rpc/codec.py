@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.prefix_keys import KEY_BYTES, MAX_DELTA_KEYS, PrefixDelta
@@ -22,7 +23,7 @@ from pdserve.core.slo import DemandCounts
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
-from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2, peer_pb2
+from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, peer_pb2
 
 _FINISH_TO_WIRE = {reason: cast(common_pb2.FinishReason, number) for number, reason in FINISH_BY_NUMBER.items()}
 
@@ -246,6 +247,19 @@ def logprobs_to_wire(tokens: Sequence[TokenLogprobs]) -> common_pb2.Logprobs | N
         top_ids=[token_id for token in tokens for token_id, _ in token.top],
         top=[logprob for token in tokens for _, logprob in token.top],
     )
+
+
+def shortage_to_wire(shortage: Shortage | None) -> decode_pb2.KvShortage | None:
+    """Convert the KV group without room. None stays None."""
+    return None if shortage is None else decode_pb2.KvShortage(**dataclasses.asdict(shortage))
+
+
+def shortage_from_wire(wire: decode_pb2.NoRoom) -> Shortage | None:
+    """Return the KV group that a refused bind names. None: it names none."""
+    if not wire.HasField("shortage"):
+        return None
+    said = wire.shortage
+    return Shortage(said.group, said.blocks_needed, said.blocks_free, said.window)
 
 
 def lease_id_to_wire(lease_id: LeaseId) -> common_pb2.LeaseId:

@@ -8,13 +8,14 @@ transformers' `apply_chat_template`, for which templates are written.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import new_context
@@ -25,59 +26,126 @@ from pdserve.text.sandbox import MAX_CHARS, Sandbox, check_weight, started
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_OWN_VARIABLES: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_NOTHING: Final[Mapping[str, Any]] = {}
+_ASKS_FOR_NONE: Final = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
+
 # An expression of a template can raise these, beside Jinja's own errors, on data for which it was not written.
 _EXPRESSION_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 
 
-class ChatTemplate:
-    """One compiled template and the special tokens that it may name. Immutable, so several threads may use it."""
+class _Compiled:
+    """One compiled template, the variables that it reads, and the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile the template. Raises `ConfigError` when it is not valid Jinja."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self.template = environment.from_string(source)
+            self.reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateError, RecursionError) as exc:
             raise ConfigError(f"the chat template is not valid: {exc}") from exc
-        self._constant = {**self._template.globals, **special_tokens}
+        self.constant = {**self.template.globals, **special_tokens}
         """The variables that are the same in each rendering. Jinja would gather its globals anew for each, which takes as long
         as a short rendering."""
 
+
+class ChatTemplate:
+    """The template of a model, or two of them, one of which is for chats with tools. Immutable, so several threads may use
+    it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """Compile the template. `tool_source` is the one for chats with tools. None: they have the same. Raises `ConfigError`
+        when one is not valid Jinja."""
+        self.text = source if tool_source is None else tool_source
+        """The text of the template for chats with tools."""
+        self._plain = _Compiled(source, special_tokens)
+        self._with_tools = self._plain if tool_source is None else _Compiled(tool_source, special_tokens)
+
     @classmethod
-    def load(cls, directory: Path) -> ChatTemplate | None:
-        """Read chat_template.jinja, or else tokenizer_config.json. None: neither holds a template. Raises `ConfigError`."""
+    def load(cls, directory: Path, file: Path | None = None) -> ChatTemplate | None:
+        """Read `file`, or else chat_template.jinja, or else tokenizer_config.json. None: no file holds a template. Raises
+        `ConfigError`."""
         config = _read_config(directory / "tokenizer_config.json")
-        file = directory / "chat_template.jinja"
-        source = _read_text(file) if file.is_file() else _default_source(config.get("chat_template"))
+        own = directory / "chat_template.jinja"
+        tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+        if file is not None or own.is_file():
+            return cls(_read_text(file or own), tokens)
+        value = config.get("chat_template")
+        source = _named_source(value, "default")
         if source is None:
             return None
-        tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
-        return cls(source, tokens)
+        return cls(source, tokens, _named_source(value, "tool_use") if isinstance(value, list) else None)
+
+    @property
+    def renders_tools(self) -> bool:
+        """True if the template reads the tools of a chat."""
+        return "tools" in self._with_tools.reads
+
+    @property
+    def renders_calls(self) -> bool:
+        """True if the template shows the calls of earlier messages."""
+        return "tool_calls" in self.text
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Render (role, content) pairs to a prompt that ends with the opening of the assistant's next turn.
+        """Render (role, content) pairs to a prompt that ends with the opening of the assistant's next turn. Raises
+        `InvalidRequest` as `render_chat` does."""
+        return self.render_chat([{"role": role, "content": content} for role, content in messages])
 
-        Raises `InvalidRequest` on "messages" when the template refuses them or a limit is passed.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = _NOTHING,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render messages to a prompt. `variables` are further ones of the template.
+
+        Raises `InvalidRequest` on "tools" or "chat_template_kwargs" for what the template does not read, and on "messages" when
+        it refuses them or a limit is passed.
         """
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise InvalidRequest(f"must hold 1 to {MAX_MESSAGES} messages, got {len(messages)}", field="messages")
-        variables: dict[str, Any] = {
-            **self._constant,
-            "messages": [{"role": role, "content": content} for role, content in messages],
-            "add_generation_prompt": True,
-            "tools": None,
-            "documents": None,
-        }
+        template = self._with_tools if tools else self._plain
+        if tools and not self.renders_tools:
+            raise InvalidRequest("the model's chat template renders no tools", field="tools")
+        for name in variables:
+            if name not in template.reads or name in _OWN_VARIABLES or name in template.constant:
+                raise InvalidRequest(
+                    "is no variable that the model's chat template reads", field=f"chat_template_kwargs.{name:.60}"
+                )
+        if not self.renders_calls and any("tool_calls" in message for message in messages):
+            raise InvalidRequest("the model's chat template renders no tool_calls", field="messages")
+        shown = [self._shown(message) for message in messages]
         try:
-            return self._bounded(variables)
+            return self._bounded(
+                template,
+                {
+                    **template.constant,
+                    **variables,
+                    "messages": shown,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": list(tools) or None,
+                    "documents": None,
+                },
+            )
         except jinja2.TemplateError as exc:
             raise InvalidRequest(f"the model's chat template refuses them: {exc.message}", field="messages") from exc
         except _EXPRESSION_ERRORS as exc:
             raise InvalidRequest(f"the model's chat template cannot render them: {exc}", field="messages") from exc
 
-    def _bounded(self, variables: dict[str, Any]) -> str:
+    def _shown(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the message as the template expects it. Most templates add to the content of each message, so a missing one
+        is empty for them; a few ask whether it is none."""
+        if message["content"] is not None or _ASKS_FOR_NONE.search(self.text):
+            return message
+        return {**message, "content": ""}
+
+    @staticmethod
+    def _bounded(compiled: _Compiled, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
         chars = 0
-        template = self._template
+        template = compiled.template
         context = new_context(template.environment, template.name, template.blocks, started(variables), shared=True)
         for piece in template.root_render_func(context):
             chars += len(piece)
@@ -148,10 +216,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _default_source(value: Any) -> str | None:
-    """Return the template for plain chats: `chat_template` itself, or the one named "default" in a list of templates."""
+def _named_source(value: Any, name: str) -> str | None:
+    """Return `chat_template` itself, or the one of this name in a list of templates."""
     if isinstance(value, list):
-        return next((str(entry["template"]) for entry in value if entry.get("name") == "default"), None)
+        return next((str(entry["template"]) for entry in value if entry.get("name") == name), None)
     return None if value is None else str(value)
 
 

@@ -72,13 +72,13 @@ class OutputText:
         self._num_tokens += 1
         return TextStep(self._scan(self._characters.push(self._bytes(token_id))), self._stopped)
 
-    def push_stop_token(self, token_id: int) -> str:
-        """Add the stop token that ended the output, and return the last text. The text of the stop token belongs to the output
-        only with `include_stop`, as in vLLM."""
-        if not self._include_stop:
-            return self.flush()
-        text = self.push(token_id).text
-        return text + self.flush()
+    def push_stop(self, token_id: int) -> str:
+        """Add the token at which the request stops, and return the rest of the text. It has the token's own text only if what
+        stopped it is included, as in vLLM. A stop string can end in this token only then."""
+        if self._include_stop:
+            return self.push(token_id).text + self.flush()
+        self._num_tokens += 1
+        return self.flush()
 
     def flush(self) -> str:
         """Return the text that is still held back, when the request ends without a stop string. Empty after a stop. The

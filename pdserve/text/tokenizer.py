@@ -31,8 +31,9 @@ class Tokenizer:
         self._strip_leading_space = decoder.strip_leading_space
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, and the chat template if there is one. Raises `ConfigError`."""
+    def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
+        """Read tokenizer.json, and the chat template if there is one. `chat_template` is read in place of the model's own.
+        Raises `ConfigError`."""
         path = directory / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -44,7 +45,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as exc:  # the library raises Exception itself
             raise ConfigError(f"{path} is not a valid tokenizer: {exc}") from exc
-        return cls(backend, ChatTemplate.load(directory))
+        return cls(backend, ChatTemplate.load(directory, chat_template))
 
     @property
     def vocab_size(self) -> int:
@@ -55,6 +56,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
         return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of chats. None: the model has none."""
+        return self._chat_template
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The spelling of each special token by its id."""
+        return {index: spelling.decode() for index, spelling in self._special.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. As in every Hugging Face tokenizer, special tokens may be written in the text.
@@ -87,6 +98,10 @@ class Tokenizer:
         """Return the same bytes as `token_bytes`, and for a special token its spelling in a prompt."""
         return self._special.get(token_id) or self.token_bytes(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is special: it adds nothing to a text unless special tokens are kept."""
+        return token_id in self._special
+
     def spelling(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it, such as "Ġthe". It is empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
@@ -94,16 +109,6 @@ class Tokenizer:
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)
-
-    def apply_chat_template(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Render (role, content) pairs to the prompt that asks for the next assistant turn.
-
-        The caller encodes it with `add_special_tokens=False`, since the template writes the special tokens itself.
-        Raises `InvalidRequest` on "messages".
-        """
-        if self._chat_template is None:
-            raise InvalidRequest("this model has no chat template: send a text prompt", field="messages")
-        return self._chat_template.render(messages)
 
 
 def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:

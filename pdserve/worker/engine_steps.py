@@ -170,7 +170,7 @@ class EngineSteps:
                 self._last_seq_id = seq_id
                 room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
                 if room is None:
-                    return ReserveResult(seq_id, None)
+                    return ReserveResult(seq_id, None, shortage=scheduler.shortage)
                 self._constrain(seq_id, grammar)
                 return ReserveResult(seq_id, room.block_tables, room.hits)
             case Activate(seq_id, first_token):

@@ -261,6 +261,7 @@ class Member:
     def _hello(self) -> common_pb2.WorkerHello:
         host, _ = self._started()
         spec, engine = host.kv_spec, self._config.engine
+        sizes = [region.num_blocks for region in host.regions]
         hello = WorkerHello(
             worker_id=WorkerId(self._config.worker_id),
             role=codec.role_from_wire(self._role_number),
@@ -268,7 +269,7 @@ class Member:
             address=host.address,
             model_fingerprint=host.card.fingerprint,
             block_size=spec.block_size,
-            num_blocks=spec.pool_tokens([region.num_blocks for region in host.regions]) // spec.block_size,
+            num_blocks=spec.pool_tokens(sizes) // spec.block_size,
             max_model_len=host.max_model_len,
             max_num_seqs=min(engine.max_num_seqs, self._engine.largest_step or engine.max_num_seqs),  # a token each a step
             dtype=spec.dtype,
@@ -287,6 +288,7 @@ class Member:
             link_version=LINK_VERSIONS.newest,
             oldest_peer_version=PEER_VERSIONS.oldest,
             peer_version=PEER_VERSIONS.newest,
+            held_tokens=spec.held_tokens(sizes),
         )
         return codec.hello_to_wire(hello)
 

@@ -11,7 +11,8 @@ from pdserve.config import MIB
 class MemoryReport:
     """The memory of one worker. `step_bytes` is the memory that the largest step takes beside weights and KV. `rest_bytes` is
     the resident memory beyond these three, mostly torch, NIXL and Python. On a GPU it is all resident memory of the host, since
-    the other three are in the GPU's memory. `max_model_len` counts tokens.
+    the other three are in the GPU's memory. `max_model_len` counts tokens, and so does
+    `held_tokens`: a request holds at most the blocks of so many; 0: it has no such bound.
     """
 
     weights_bytes: int = 0
@@ -21,6 +22,7 @@ class MemoryReport:
     num_blocks: int = 0
     block_size: int = 0
     max_model_len: int = 0
+    held_tokens: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -30,7 +32,8 @@ class MemoryReport:
     @property
     def longest_requests(self) -> float:
         """The number of requests of the greatest length that fit the pool at the same time."""
-        return self.kv_tokens / self.max_model_len if self.max_model_len else 0.0
+        held = min(self.max_model_len, self.held_tokens or self.max_model_len)
+        return self.kv_tokens / held if held else 0.0
 
     def pool(self) -> str:
         """Describe the KV pool in words."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pdserve.core.block_pools import BlockTables
 from pdserve.core.ids import BlockId, BlockSum, SeqId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
@@ -130,6 +131,8 @@ class ReserveResult:
     """The reserved blocks of each KV group. None: there is no room."""
     hits: int = 0
     """The number of leading blocks of each group that hold their KV already."""
+    shortage: Shortage | None = None
+    """The KV group that has no room. None: there is room, or a slot for a sequence is lacking."""
 
 
 class EngineSnapshot(NamedTuple):

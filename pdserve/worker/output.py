@@ -53,7 +53,7 @@ class OutputStream:
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
         self._next_index += 1
         if finish_reason is FinishReason.STOP and token_id in self._stop_ids:
-            text = self._text.push_stop_token(token_id)
+            text = self._text.push_stop(token_id)
         else:
             text = self._text.push(token_id).text
             if finish_reason is not None:

@@ -180,7 +180,8 @@ class RunningWorker:
         here = weights + step + kv.nbytes if kv.device.type == "cpu" else 0
         rest = max(0, resident_bytes() - here)
         blocks = kv.tokens // kv.spec.block_size
-        return MemoryReport(weights, step, kv.nbytes, rest, blocks, kv.spec.block_size, runner.max_model_len)
+        held = kv.spec.held_tokens([cache.num_blocks for cache in kv.caches])
+        return MemoryReport(weights, step, kv.nbytes, rest, blocks, kv.spec.block_size, runner.max_model_len, held)
 
     def _converts(self, engine: EngineConfig) -> int:
         """Return the bytes that staging may take. Decode workers stage, and those that may become one: they read from peers of

@@ -15,6 +15,15 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
 
 
+class CallDelta(msgspec.Struct, frozen=True):
+    """A piece of call number `index` of an answer. `id` and `name` stand in the first piece alone."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(msgspec.Struct, frozen=True):
     """Tokens [index, index + len(ids)) of a request's output, and the text that became certain with them."""
 
@@ -24,6 +33,10 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry for each id if the request asks for log-probabilities, else none."""
+    reasoning: str = ""
+    """What the model wrote to itself. It is not part of `text`."""
+    calls: tuple[CallDelta, ...] = ()
+    """Pieces of calls, at most one of each call. They are not part of `text`."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -71,10 +84,14 @@ class Generation(Protocol):
 
     request_id: str
     prompt_len: int
-    prompt_ids: tuple[int, ...]
-    """The token ids of the prompt, for clients that ask for them."""
-    dropped: Cancelled | None
-    """The reason why the client was dropped: it took nothing for too long. None: it was not."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model gets it."""
+
+    @property
+    def dropped(self) -> Cancelled | None:
+        """The reason why the client was dropped: it took nothing for too long. None: it was not."""
 
     def on_stalled(self, callback: Callable[[], object]) -> None:
         """Set a callback for when the client is dropped. It ends a task that waits for the client to read."""

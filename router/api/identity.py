@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Final
 
 from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.sampling import SEED_LIMIT
 
 KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
 _TOKEN: Final = re.compile("([0-9a-f]{16})-[0-9a-f]{64}")
@@ -22,6 +23,11 @@ _TOKEN: Final = re.compile("([0-9a-f]{16})-[0-9a-f]{64}")
 def new_request_id() -> str:
     """Return a unique id: 128 random bits in 32 hexadecimal characters."""
     return secrets.token_hex(16)
+
+
+def draw_seed() -> int:
+    """Return a seed for a client that gave none."""
+    return secrets.randbelow(SEED_LIMIT)
 
 
 class Claim(Enum):

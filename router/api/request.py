@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 from pdserve.core.limits import MaxBytes
@@ -14,14 +15,75 @@ SESSION_ID: Final = MaxBytes(128)
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made in a message. `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a chat prompt."""
 
     role: str
-    content: str
+    content: str | None
+    """None: the message has calls and no text."""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    """The id of the call that a message with the role `tool` answers."""
+    name: str = ""
+    reasoning: str = ""
 
 
-Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is the text of a JSON schema; empty: none was given."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat with more than messages: what its template gets beside them."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    variables: str = ""
+    """Further variables of the template, as the text of a JSON object. Empty: none."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ToolMode(Enum):
+    """The calls that a request may make. The values are OpenAI's."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The calls that a request with tools may make."""
+
+    mode: ToolMode = ToolMode.AUTO
+    function: str = ""
+    """The output is a call of this tool. Empty: `mode` decides."""
+    parallel: bool = True
+    """False: the answer has at most one call."""
+
+    @property
+    def forced(self) -> bool:
+        """True if the output must be calls, by a grammar."""
+        return bool(self.function) or self.mode is ToolMode.REQUIRED
+
+
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...] | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +136,8 @@ class GenerateInput:
     """A text prompt is encoded with the model's special tokens. Token ids and chats are taken as they are."""
     constraint: Constraint | None = None
     """What the text of the output must be. None: any text."""
+    tool_choice: ToolChoice = ToolChoice()
+    """The calls that the output may have, if the prompt has tools."""
+    leader: str = ""
+    """The router's own id of a running request with the same prompt, whose KV this one shares: it is placed once that KV is
+    there. Empty: none."""

@@ -40,6 +40,8 @@ class RouterApi(Protocol):
     max_body_bytes: int
     max_inflight_body_bytes: int
     max_deadline_s: float
+    default_deadline_s: float
+    """The deadline of a request that names none."""
     cancel_tokens: CancelTokens
 
     async def submit(self, request: GenerateInput) -> Generation:
@@ -61,6 +63,9 @@ class RouterApi(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, and for a special token the bytes of its written form. They are empty
         for an id without a token."""
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of output tokens, as the answer to a request has it."""
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
@@ -140,6 +141,8 @@ class NoRoom:
     link: LinkId
     handle: Handle
     blocks_needed: int
+    shortage: Shortage | None = None
+    """The KV group that has no room. None: a sequence slot is lacking, the worker drains, or it is of an older release."""
 
 
 @dataclass(frozen=True, slots=True)

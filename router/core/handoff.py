@@ -49,6 +49,7 @@ class Handoff:
         request = work.request
         work.machine.move(_W.RESERVED)
         request.story.note(now_s, StoryKind.RESERVED, decode_worker=request.decode_worker)
+        request.no_room = ""
         times = request.times
         times.attempt.reserved_s = now_s
         if times.had_room_s is None:
@@ -74,7 +75,10 @@ class Handoff:
         """Go on after a refused bind: the request waits again, and a rebind becomes a retry."""
         request = work.request
         work.machine.move(_W.NO_ROOM)
-        request.story.note(now_s, StoryKind.NO_ROOM, decode_worker=request.decode_worker, blocks_needed=event.blocks_needed)
+        decode_worker, lacking = request.decode_worker, _lacking(event)
+        needed = event.blocks_needed
+        request.story.note(now_s, StoryKind.NO_ROOM, decode_worker=decode_worker, blocks_needed=needed, **lacking)
+        request.no_room = ": ".join([f"{decode_worker} has no room", *lacking.values()])
         worker = self._requests.drop(work)
         if worker is not None:
             worker.refused_blocks = event.blocks_needed
@@ -83,7 +87,7 @@ class Handoff:
         if request.machine.state is _S.BINDING and request.probe is None:
             yield from self._dispatcher.requeue(request, _E.NO_ROOM)
         else:  # a rebind without room gives the lease back; `Probes` repeats a probe
-            yield from self._recovery.retry(request, loss or ReplicaLost(f"{request.decode_worker} has no room"), now_s)
+            yield from self._recovery.retry(request, loss or ReplicaLost(request.no_room), now_s)
 
     def place_elsewhere(self, work: RemoteWork, now_s: float) -> Effects:
         """Place work elsewhere that a draining worker has refused. This is no failure: no attempt, retry or pair is charged.
@@ -143,3 +147,8 @@ class Handoff:
             lender, reader = registry.get(request.prefill.link), registry.get(request.decode.link)
             if lender is not None and reader is not None:
                 self._pairs.succeeded(lender.hello, reader.hello)
+
+
+def _lacking(event: NoRoom) -> dict[str, str]:
+    """Return a story's field that names the KV group without room, if the worker has named one."""
+    return {} if event.shortage is None else {"shortage": str(event.shortage)}

@@ -90,6 +90,8 @@ class LiveRequest:
     """The emitted ids with which this attempt started. They follow the prompt."""
     loss: PdserveError | None = None
     """The last error that the router tried to recover from."""
+    no_room: str = ""
+    """The last decode worker that had no room, and what it lacked. Empty: none refused, or one has reserved since."""
     retry_reasons: tuple[str, ...] = ()
     """The error codes that made each attempt after the first necessary."""
     rebinds: int = 0

@@ -165,7 +165,9 @@ class Placer:
 
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
-        return request.work_len + self._outputs.expect(request.remaining_tokens)
+        tokens = request.work_len + self._outputs.expect(request.remaining_tokens)
+        held = self._registry.held_tokens
+        return min(tokens, held) if held else tokens
 
     @property
     def _pairs_differ(self) -> bool:

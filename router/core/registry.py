@@ -176,6 +176,9 @@ class Registry:
         self.mixed_peers = False
         """True while some linked prefill worker and some linked decode worker have no version of their protocol in common."""
 
+        self.held_tokens = 0
+        """The most tokens whose KV a request holds on any decode worker, however long it is. 0: it has no such bound."""
+
     def check(self, hello: WorkerHello) -> None:
         """Check that a worker fits the model and the other workers. Raises `IncompatiblePeer` with the reason when it does
         not."""
@@ -311,6 +314,8 @@ class Registry:
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         prefill, decode = ({w.hello.peer_versions for w in self._by_role[one].values()} for one in (Role.PREFILL, Role.DECODE))
         self.mixed_peers = any(lender.common(reader) is None for lender in prefill for reader in decode)
+        held = [worker.hello.held_tokens for worker in self._by_role[Role.DECODE].values()]
+        self.held_tokens = max(held) if held and all(held) else 0
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
             self._longest[role] = max(lengths)

@@ -205,7 +205,8 @@ class Requests:
     def expire(self, request: LiveRequest, now_s: float) -> Effects:
         """Fail a request whose deadline has passed."""
         limit_s = request.deadline_s - request.times.arrived_s
-        error = DeadlineExceeded(f"deadline_s of {limit_s:.3g} s passed while {request.machine.state.value}")
+        lacked = request.no_room and f"; {request.no_room}"
+        error = DeadlineExceeded(f"deadline_s of {limit_s:.3g} s passed while {request.machine.state.value}{lacked}")
         yield from self.end(request, _E.DEADLINE_PASSED, now_s, error)
 
     def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> Effects:

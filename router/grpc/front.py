@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import closing
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -12,21 +13,24 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.ids import RequestId
 from pdserve.rpc import status
-from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.api.answer import Delta, Generation, Report
+from router.api.answer import Generation
 from router.api.identity import Claim
-from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
+from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of, timeline
+from router.grpc.batch import run_batch
+from router.grpc.choices import Running, running_of
 from router.grpc.malformed import LargeMessage, MalformedGuard
+from router.grpc.responses import response
+from router.grpc.writer import Writer
 from router.parsing.body_budget import BodyBudget
-from router.parsing.generate import detokenize_input, generate_input, prompt_of
+from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
 from router.parsing.parse import Job, Kind, Parsed
 from router.parsing.parser import RequestParser
 
-LARGE: Final = frozenset({"Generate", "Tokenize", "Detokenize"})
+LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize", "Detokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -37,19 +41,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._router = router
         self._parser = parser
         self._budget = BodyBudget(router.max_inflight_body_bytes)
+        self._running: dict[str, Running] = {}  # the calls with several choices, by the id that cancels them
 
     async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
         """Run one request and stream its tokens. gRPC cancels this task when the client leaves; closing the generation then
         cancels the request at once."""
         try:
-            asked = await self._asked(request, context.time_remaining())
-            generation = await self._router.submit(asked)
+            call = await self._asked(request, context.time_remaining())
+            if not call.choices.plain:
+                await self._several(call, context)
+                return
+            generation = await self._router.submit(call.input)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
 
         try:
-            await context.send_initial_metadata(self._initial_metadata(generation, asked.correlation_id))
+            request_id = RequestId(generation.request_id)
+            await context.send_initial_metadata(self._initial_metadata(request_id, call.input.correlation_id))
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
@@ -58,17 +67,52 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             generation.close()
 
+    async def _several(self, call: GenerateCall, context: Any) -> None:
+        """Run a request with several choices. Their reports are in their last messages: metadata has no room for so many. An
+        error has that of the choice that failed."""
+        running = running_of(self._router, call)
+        try:
+            await running.start()
+            self._running[running.request_id] = running
+            own = self._initial_metadata(RequestId(running.request_id), call.input.correlation_id)
+            await context.send_initial_metadata(own)
+            with closing(Writer(context)) as writer:
+                await running.run(writer.write)
+        except PdserveError as exc:
+            told = ((status.TIMELINE_METADATA, timeline(running.report).decode()),) if running.report else ()
+            await status.abort(context, exc, *told)
+        finally:
+            self._running.pop(running.request_id, None)
+            running.close()
+
+    async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest | LargeMessage, context: Any) -> None:
+        """Run several requests in one call."""
+        longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
+        remaining_s = context.time_remaining()
+        try:
+            if isinstance(request, LargeMessage):
+                job = Job(Kind.GENERATE_BATCH, request.data, longest, call_remaining_s=remaining_s, max_deadline_s=deadline_s)
+                batch = await self._parse(job)
+                assert isinstance(batch, Batch)
+            else:
+                batch = generate_batch(
+                    request, call_remaining_s=remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
+                )
+            await run_batch(self._router, batch, context)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+
     async def _asked(
         self, request: inference_pb2.GenerateRequest | LargeMessage, call_remaining_s: float | None
-    ) -> GenerateInput:
+    ) -> GenerateCall:
         longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
         if not isinstance(request, LargeMessage):
-            return generate_input(
+            return generate_call(
                 request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
             )
         job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
         parsed = await self._parse(job)
-        assert isinstance(parsed, GenerateInput)
+        assert isinstance(parsed, GenerateCall)
         return parsed
 
     async def _parse(self, job: Job) -> Parsed:
@@ -76,8 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             share.grow(len(job.data))
             return await self._parser.parse(job)
 
-    def _initial_metadata(self, generation: Generation, correlation_id: str) -> tuple[tuple[str, str], ...]:
-        request_id = RequestId(generation.request_id)
+    def _initial_metadata(self, request_id: RequestId, correlation_id: str) -> tuple[tuple[str, str], ...]:
         own = (
             (status.REQUEST_ID_METADATA, request_id),
             (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
@@ -93,24 +136,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         generation.on_stalled(task.cancel)
         try:
             async for delta in generation:
-                await context.write(self._message(generation, delta, context))
+                if delta.finish_reason is not None:
+                    context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
+                await context.write(response(generation, delta))
         except asyncio.CancelledError:
             if generation.dropped is None:
                 raise
             task.uncancel()  # the router itself cancelled it; a bare cancel would leave the call open for ever
             raise generation.dropped from None
-
-    def _message(self, generation: Generation, delta: Delta, context: Any) -> inference_pb2.GenerateResponse:
-        if delta.finish_reason is None:
-            return inference_pb2.GenerateResponse(
-                request_id=generation.request_id,
-                index=delta.index,
-                ids=delta.ids,
-                text=delta.text,
-                logprobs=logprobs_to_wire(delta.logprobs),
-            )
-        context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
-        return _last(generation.request_id, delta, generation.report)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
         if not request.cancel_token:
@@ -119,7 +152,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         claim = self._router.cancel_tokens.check(RequestId(request.request_id), request.cancel_token)
         if claim is not Claim.VALID:
             return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
-        return inference_pb2.CancelResponse(found=self._router.cancel(request.request_id))
+        several = self._running.get(request.request_id)
+        found = self._router.cancel(request.request_id) if several is None else several.cancel()
+        return inference_pb2.CancelResponse(found=found)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest | LargeMessage, context: Any
@@ -157,27 +192,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Any
     ) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(**dataclasses.asdict(self._router.model_info()))
-
-
-def _last(request_id: str, delta: Delta, report: Report) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=request_id,
-        index=delta.index,
-        ids=delta.ids,
-        text=delta.text,
-        finish_reason=finish_to_wire(delta.finish_reason),
-        usage=inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens),
-        report=_report(report),
-        logprobs=logprobs_to_wire(delta.logprobs),
-    )
-
-
-def _report(report: Report) -> inference_pb2.RequestReport:
-    values = report.values()
-    for name in ("prompt_tokens", "output_tokens", "retry_reasons", "rebinds"):  # the first two are in Usage
-        del values[name]
-    values["placement"] = placement_to_wire(report.placement)
-    return inference_pb2.RequestReport(**values)
 
 
 class GrpcFront:

@@ -10,13 +10,17 @@ from typing import Any, TypeVar
 from pdserve.core.errors import InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Generation
+from router.api.choices import likeliest, submit_choices
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
+from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
+from router.choices.together import together
 from router.http.reply import Reply
 from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add_ids, extension, usage, with_logprobs
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
-from router.openai.request import Call
+from router.openai.request import Call, candidate_ids
+from router.openai.tool_chunks import Gathered, tool_chunk
 
 T = TypeVar("T")
 
@@ -28,15 +32,21 @@ class _Output:
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON."""
+    gathered: Gathered
+    logprob: float
+    """The log-probability of all tokens together, if it was asked for."""
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
     """Run a call and write its answer. Raises a `PdserveError`; `reply.started` then tells whether something was already
     sent."""
-    generations: list[Generation] = []
+    if call.choices.beam_width:
+        await _beams(api, call, reply)
+        return
+    generations: list[Generation] = []  # of all candidates, those of a prompt side by side
     try:
-        for request in call.inputs:
-            generations.append(await api.submit(request))  # noqa: PERF401 - if one fails, those before it must be closed
+        for i, request in enumerate(call.inputs):
+            await submit_choices(api, request, candidate_ids(call, i), generations, ranked=call.choices.ranked)
         envelope = Envelope(call, api.model_name)
         if call.stream:
             await _stream(api, call, envelope, generations, reply)
@@ -55,11 +65,16 @@ async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: S
     if len(told) == 1:
         tokens, last = await told[0]
     else:
-        tokens, last = sum(await _together([_written(one, reply) for one in told])), b""
+        tokens, last = sum(await together([_written(one, reply) for one in told])), b""
     if call.include_usage:
-        totals = usage(sum(g.prompt_len for g in generations), tokens)
+        totals = usage(_prompt_tokens(call, generations), tokens)
         last += envelope.usage_chunk(totals, [g.report for g in generations])
     await reply.end(last + DONE)
+
+
+def _prompt_tokens(call: Call, generations: Sequence[Generation]) -> int:
+    """Return the number of tokens of all prompts. Candidates of one prompt share it, so it counts once."""
+    return sum(g.prompt_len for g in generations[:: call.choices.best_of])
 
 
 async def _written(pump: Coroutine[Any, Any, tuple[int, bytes]], reply: Reply) -> int:
@@ -70,8 +85,8 @@ async def _written(pump: Coroutine[Any, Any, tuple[int, bytes]], reply: Reply) -
 
 
 def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
-    """Return the format of log-probabilities for choice `index`. None: the choice asks for none."""
-    if call.inputs[index].sampling.get("logprobs") is None:
+    """Return the format of log-probabilities for candidate `index`. None: the client asks for none."""
+    if call.inputs[index // call.choices.best_of].sampling.get("logprobs") is None:
         return None
     return logprobs_format(api.token_bytes, chat=call.chat)
 
@@ -98,7 +113,9 @@ class _Chunks:
         is_first = not self.tokens
         self.tokens += len(delta.ids)
         chunk = b""
-        if delta.text or delta.finish_reason or self._always:
+        if delta.calls or delta.reasoning:
+            chunk = tool_chunk(self._format, delta, self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None)
+        elif delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
         if self._prompt_ids is not None:
@@ -142,17 +159,45 @@ async def _pump(
 
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
     collected = [_collect(g, _logprobs_of(api, call, i)) for i, g in enumerate(generations)]
-    outputs = await _together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
+    outputs = await together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
-    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
-    totals = usage(sum(g.prompt_len for g in generations), sum(len(out.ids) for out in outputs))
-    rest = extension([g.report for g in generations])
+    totals = usage(_prompt_tokens(call, generations), sum(len(out.ids) for out in outputs))
+    returned = _returned(call, outputs)
+    told = [outputs[i] for i in returned]
+    choices = [out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(told)]
+    rest = extension([generations[i].report for i in returned])
     if call.return_token_ids:
-        prompts = [g.prompt_ids for g in generations]
-        rest |= add_ids(choices, [out.ids for out in outputs], prompts, chat=call.chat)
+        prompts = [generations[i].prompt_ids for i in returned]
+        rest |= add_ids(choices, [out.ids for out in told], prompts, chat=call.chat)
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
-    await reply.encoded(200, with_logprobs(body, [out.logprobs for out in outputs]))
+    await reply.encoded(200, with_logprobs(body, [out.logprobs for out in told]))
+
+
+def _returned(call: Call, outputs: Sequence[_Output]) -> list[int]:
+    """Return the indices of the candidates that the client gets: for each prompt the likeliest ones, or all in order."""
+    if not call.choices.ranked:
+        return list(range(len(outputs)))
+    scores = [out.logprob / max(1, len(out.ids)) for out in outputs]
+    count = call.choices.best_of
+    starts = range(0, len(outputs), count)
+    return [start + i for start in starts for i in likeliest(scores[start : start + count], call.choices.n)]
+
+
+async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
+    """Answer with the beams of one prompt after the other. They have no report: a search is many requests."""
+    envelope = Envelope(call, api.model_name)
+    ends_s = ends_at_s(api, call.inputs[0].deadline_s)
+    answers: list[BeamAnswer] = [await beam_search(api, request, call.choices, ends_s) for request in call.inputs]
+    outputs = [out for one in answers for out in one.outputs]
+    choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
+    totals = usage(sum(len(one.prompt_ids) for one in answers), sum(len(out.ids) for out in outputs))
+    rest: dict[str, Any] = {}
+    if call.return_token_ids:
+        prompts = [one.prompt_ids for one in answers for _ in one.outputs]
+        rest = add_ids(choices, [out.ids for out in outputs], prompts, chat=call.chat)
+    body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
+    await reply.encoded(200, with_logprobs(body, [b"null" for _ in outputs]))
 
 
 async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _Output:
@@ -162,16 +207,20 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None) -> _
     ids: list[int] = []
     finish_reason = None
     told = JoinedLists()
+    gathered = Gathered()
+    logprob = 0.0
     async for delta in generation:
+        gathered.add(delta)
         texts.append(delta.text)
         ids += delta.ids
         finish_reason = delta.finish_reason
+        logprob += sum([one.logprob for one in delta.logprobs])
         if logprobs is not None:
             told.add(logprobs.of(delta.ids, delta.logprobs))
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise _unfinished(generation)
-    return _Output("".join(texts), tuple(ids), finish_reason, told.encode())
+    return _Output("".join(texts), tuple(ids), finish_reason, told.encode(), gathered, logprob)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:
@@ -187,15 +236,3 @@ async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Rep
 
 def _unfinished(generation: Generation) -> InternalBug:
     return InternalBug(f"request {generation.request_id} ended without a finish reason")
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results in order. The first failure cancels the others and is raised alone."""
-    if len(work) == 1:
-        return [await work[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
-    except BaseExceptionGroup as exc:
-        raise exc.exceptions[0] from exc
-    return [task.result() for task in tasks]

@@ -15,8 +15,26 @@ from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from router.openai.unsupported import unsupported
 
+NULL: Final = Raw(b"null")
+"""The default of a field that is decoded where it is used. (A `Raw` cannot be optional.)"""
 EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
 """The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
+
+
+class FunctionFields(Struct):
+    """The function of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: Raw = NULL
+    strict: bool | None = None
+
+
+class ToolFields(Struct):
+    """One tool that the model may call."""
+
+    type: str
+    function: FunctionFields | None = None
 
 
 class StreamOptions(Struct):
@@ -33,12 +51,31 @@ class Part(Struct):
     text: str | None = None
 
 
+class CalledFunction(Struct):
+    """The function of a call."""
+
+    name: str
+    arguments: str | dict[str, Raw] | None = None
+
+
+class MessageCall(Struct):
+    """A call that the assistant made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(Struct):
     """One message of a chat."""
 
     role: str
     content: str | list[Part] | None = None
-    tool_calls: Raw = unsupported(*EMPTY)
+    tool_calls: Raw = NULL
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Raw = unsupported(*EMPTY)
     audio: Raw = unsupported(*EMPTY)
 
@@ -83,13 +120,13 @@ class Body(_Scalars, kw_only=True):
     response_format: dict[str, Raw] | None = None
     structured_outputs: dict[str, Raw] | None = None
 
-    n: Raw = unsupported(1)
-    best_of: Raw = unsupported(1)
+    n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
     prompt_logprobs: Raw = unsupported()
     echo: Raw = unsupported(False)
     suffix: Raw = unsupported("")
-    length_penalty: Raw = unsupported(1, 1.0)
-    use_beam_search: Raw = unsupported(False)
     guided_json: Raw = unsupported()
     guided_regex: Raw = unsupported()
     guided_choice: Raw = unsupported()
@@ -108,6 +145,7 @@ class CompletionBody(Body, kw_only=True):
     """The prompt is "text", [ids], ["text", ...] or [[ids], ...]. `read_prompts` refuses a mixed list."""
     logprobs: int | bool | None = None
     """The number of likeliest tokens. Some clients write false for none."""
+    best_of: int | None = None
 
     add_special_tokens: bool | None = None
 
@@ -121,16 +159,19 @@ class ChatBody(Body, kw_only=True):
 
     add_special_tokens: Raw = unsupported(False)
     """The template alone decides for a chat prompt."""
-    tools: Raw = unsupported([])
-    tool_choice: Raw = unsupported("none", "auto")
+    tools: list[Raw] | None = None
+    tool_choice: str | dict[str, Raw] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Raw = NULL
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    best_of: Raw = unsupported(1)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])
     audio: Raw = unsupported()
-    reasoning_effort: Raw = unsupported("none")
     web_search_options: Raw = unsupported()
     chat_template: Raw = unsupported()
-    chat_template_kwargs: Raw = unsupported({})
     documents: Raw = unsupported([])
-    add_generation_prompt: Raw = unsupported(True)
-    continue_final_message: Raw = unsupported(False)

@@ -8,6 +8,7 @@ from pdserve.core.limits import MAX_MESSAGES
 from router.api.request import ChatMessage, Prompt
 from router.openai.body import Message, Part
 from router.openai.json import convert, refuse, show
+from router.openai.tools import message_calls
 from router.openai.unsupported import refuse_unsupported
 
 MAX_PROMPTS: Final = 256  # in one body; each is a request of its own in the router's bounded queue
@@ -15,7 +16,7 @@ MAX_PARTS: Final = MAX_MESSAGES  # in one message
 ANY_NUMBER: Final = 1 << 31
 TOKEN_ID_LIMIT: Final = 1 << 32  # ids travel as uint32; the router checks them against the vocabulary
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """OpenAI renamed `system` to `developer`, but the models' templates know the old name."""
 
 
@@ -72,7 +73,16 @@ def _message(message: Message, field: str) -> ChatMessage:
     if message.role not in _ROLES:
         raise refuse(f"{field}.role", f"must be one of {', '.join(_ROLES)}, got {show(message.role)}")
     refuse_unsupported(message, f"{field}.")
-    return ChatMessage(_ROLES[message.role], _content(message.content, f"{field}.content"))
+    calls = message_calls(message, field)
+    content = None if calls and message.content is None else _content(message.content, f"{field}.content")
+    if message.role == "tool" and not message.tool_call_id:
+        raise refuse(f"{field}.tool_call_id", "is missing")
+    if message.role != "tool" and message.tool_call_id:
+        raise refuse(f"{field}.tool_call_id", "is only allowed in a message of the role tool")
+    reasoning = message.reasoning_content or message.reasoning or ""
+    if reasoning and message.role != "assistant":
+        raise refuse(f"{field}.reasoning_content", "is only allowed in a message of the assistant")
+    return ChatMessage(_ROLES[message.role], content, calls, message.tool_call_id or "", message.name or "", reasoning)
 
 
 def _content(content: str | list[Part] | None, field: str) -> str:

@@ -13,13 +13,16 @@ from typing import Final
 import msgspec
 
 from pdserve.core.sampling import Placement
+from router.api.choices import ONE, Choices
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
 from router.openai.body import ChatBody, CompletionBody, StreamOptions
+from router.openai.choices import read_choices
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
 from router.openai.structured import read_constraint
+from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
 
 _CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
@@ -29,7 +32,7 @@ _CHAT: Final = msgspec.json.Decoder(ChatBody)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request. `inputs[i]` becomes choice i of the answer."""
+    """One HTTP request. `inputs[i]` becomes choices i * n to (i + 1) * n - 1 of the answer, where n is that of `choices`."""
 
     chat: bool
     request_id: str
@@ -42,6 +45,8 @@ class Call:
     """The client's name for the request. It need not be unique."""
     return_token_ids: bool = False
     """The answer has the token ids of prompts and outputs."""
+    choices: Choices = ONE
+    """The choices of each of `inputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HE
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields = decode(body, _CHAT)
     refuse_unsupported(fields)
-    return _call(fields, header_id, headers, (read_messages(fields.messages),))
+    call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
+    return replace(call, inputs=tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs))
 
 
 def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: ClassHeaders, prompts: tuple[Prompt, ...]) -> Call:
@@ -90,23 +96,29 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         add_special_tokens=not (isinstance(body, CompletionBody) and body.add_special_tokens is False),
         constraint=read_constraint(body),
     )
-    return Call(
-        isinstance(body, ChatBody),
-        request_id,
-        _inputs(common, prompts),
-        stream,
-        include_usage,
-        continuous_usage,
-        correlation_id,
-        body.return_token_ids or False,
+    chat = isinstance(body, ChatBody)
+    choices = read_choices(body, len(prompts), common)
+    inputs = _inputs(common, prompts, choices.best_of)
+    ids = body.return_token_ids or False
+    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, ids, choices)
+
+
+def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:
+    """Return one request for each prompt, with the id of its first candidate. If the call has several candidates, the index of
+    each is added to its id."""
+    if len(prompts) * candidates == 1:
+        return (common,)
+    return tuple(
+        replace(common, prompt=prompt, request_id=f"{common.request_id}-{i * candidates}") for i, prompt in enumerate(prompts)
     )
 
 
-def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...]) -> tuple[GenerateInput, ...]:
-    """Return one request for each prompt. If there are several, the choice's index is added to each id."""
-    if len(prompts) == 1:
-        return (common,)
-    return tuple(replace(common, prompt=prompt, request_id=f"{common.request_id}-{i}") for i, prompt in enumerate(prompts))
+def candidate_ids(call: Call, index: int) -> tuple[str, ...]:
+    """Return the request ids of the candidates of `inputs[index]`."""
+    candidates = call.choices.best_of
+    if len(call.inputs) * candidates == 1:
+        return (call.request_id,)
+    return tuple(f"{call.request_id}-{index * candidates + i}" for i in range(candidates))
 
 
 def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:

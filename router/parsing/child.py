@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.observe.title import set_title
 from router.openai.request import Call
+from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, parse
 
 LENGTH: Final = struct.Struct(">Q")  # stands before each pickle, in both directions
@@ -34,6 +35,12 @@ def pack(result: Any) -> Any:
     """Replace token ids by arrays. They are sent and unpacked a hundred times as fast as tuples."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple(pack(one) for one in result.inputs))
+    if isinstance(result, Batch):
+        return replace(result, calls=tuple(pack(one) for one in result.calls))
+    if isinstance(result, GenerateCall):
+        return replace(result, input=pack(result.input))
+    if isinstance(result, Refused):
+        return result
     prompt = getattr(result, "prompt", None)
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
         return replace(result, prompt=array("I", prompt))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, MutableSequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
@@ -12,7 +13,112 @@ from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.api.request import ChatMessage, DetokenizeInput, GenerateInput, Prompt
+from router.api.choices import (
+    BEAM_WIDTHS,
+    LENGTH_PENALTIES,
+    MAX_CALL_CHOICES,
+    Choices,
+    check_beams,
+    sampled,
+)
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolChoice, ToolMode
+from router.openai.tools import MAX_TOOLS, called, read_tools, read_variables
+
+_TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
+"""The mode of each number of `ToolChoice.Mode`."""
+
+MAX_BATCH: Final = 256
+"""The most requests of one batch: as many as HTTP takes prompts in one body."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One request with its choices."""
+
+    input: GenerateInput
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One request of a batch that cannot be run."""
+
+    message: str
+    field: str
+
+    @property
+    def error(self) -> InvalidRequest:
+        """The reason."""
+        return InvalidRequest(self.message, field=self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one call."""
+
+    calls: tuple[GenerateCall | Refused, ...]
+
+
+def generate_batch(
+    request: inference_pb2.GenerateBatchRequest,
+    *,
+    call_remaining_s: float | None,
+    max_deadline_s: float,
+    max_prompt_tokens: int,
+) -> Batch:
+    """Return the requests of a batch. Raises `InvalidRequest` if there are none or too many."""
+    if len(request.requests) > MAX_BATCH:
+        raise InvalidRequest(f"has {len(request.requests)} requests; at most {MAX_BATCH} are allowed", field="requests")
+    if not request.requests:
+        raise InvalidRequest("is empty", field="requests")
+    calls: list[GenerateCall | Refused] = []
+    left = MAX_CALL_CHOICES
+    for one in request.requests:
+        try:
+            call = generate_call(
+                one,
+                call_remaining_s=call_remaining_s,
+                max_deadline_s=max_deadline_s,
+                max_prompt_tokens=max_prompt_tokens,
+            )
+            if call.choices.requests > left:
+                more = f"{call.choices.requests} choices are more than the {left} that the batch has left of {MAX_CALL_CHOICES}"
+                raise InvalidRequest(more, field="n")
+        except InvalidRequest as exc:
+            calls.append(Refused(exc.message, exc.field))
+        else:
+            left -= call.choices.requests
+            calls.append(call)
+    return Batch(tuple(calls))
+
+
+def generate_call(
+    request: inference_pb2.GenerateRequest,
+    *,
+    call_remaining_s: float | None,
+    max_deadline_s: float,
+    max_prompt_tokens: int,
+) -> GenerateCall:
+    """Return the request of a message with its choices, otherwise like `generate_input`."""
+    asked = generate_input(
+        request, call_remaining_s=call_remaining_s, max_deadline_s=max_deadline_s, max_prompt_tokens=max_prompt_tokens
+    )
+    return GenerateCall(asked, _choices(request, asked))
+
+
+def _choices(request: inference_pb2.GenerateRequest, asked: GenerateInput) -> Choices:
+    if not request.beam_width:
+        if request.HasField("length_penalty"):
+            raise InvalidRequest("is only allowed with beam_width", field="length_penalty")
+        return sampled(request.n or 1, request.best_of or None)
+    BEAM_WIDTHS.check("beam_width", request.beam_width)
+    for name in ("n", "best_of"):
+        if getattr(request, name):
+            raise InvalidRequest("is not allowed beside beam_width, which is the number of choices", field=name)
+    check_beams(asked)
+    penalty = request.length_penalty if request.HasField("length_penalty") else 1.0
+    LENGTH_PENALTIES.check("length_penalty", penalty)
+    return Choices(request.beam_width, beam_width=request.beam_width, length_penalty=penalty)
 
 
 def generate_input(
@@ -34,6 +140,7 @@ def generate_input(
         slo_class=request.slo_class,
         session_id=request.session_id,
         constraint=constraint_from_wire(request.structured_outputs) if request.HasField("structured_outputs") else None,
+        tool_choice=_tool_choice(request.tool_choice),
         options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
     )
 
@@ -53,7 +160,7 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
         if not request.chat.messages:
             raise InvalidRequest("is empty", field="messages")
         _check_count("messages", len(request.chat.messages), MAX_MESSAGES)
-        return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
+        return _chat(request.chat)
     raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
 
 
@@ -62,6 +169,35 @@ def detokenize_input(request: inference_pb2.DetokenizeRequest, max_prompt_tokens
     if (count := len(request.ids)) > max_prompt_tokens + 1:
         raise InvalidRequest(f"has {count} ids; at most max_model_len {max_prompt_tokens + 1} are allowed", field="ids")
     return DetokenizeInput(request.model or None, tuple(request.ids), request.skip_special_tokens, "ids")
+
+
+def _chat(chat: inference_pb2.ChatPrompt) -> Prompt:
+    messages = tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages))
+    if not chat.tools and not chat.template_kwargs:
+        return messages
+    tools = read_tools([text.encode() for text in chat.tools])
+    variables = read_variables(chat.template_kwargs.encode(), "template_kwargs") if chat.template_kwargs else ""
+    return ChatPrompt(messages, tools, variables)
+
+
+def _chat_message(message: inference_pb2.ChatMessage, field: str) -> ChatMessage:
+    """Return a message of a chat. Its content may be missing only if it has calls."""
+    _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest("is only allowed in a message of the assistant", field=f"{field}.tool_calls")
+    calls = tuple(
+        called(one.name, one.arguments, one.id, f"{field}.tool_calls[{i}]") for i, one in enumerate(message.tool_calls)
+    )
+    content = None if calls and not message.content else message.content
+    return ChatMessage(message.role, content, calls, message.tool_call_id, message.name, message.reasoning)
+
+
+def _tool_choice(choice: inference_pb2.ToolChoice) -> ToolChoice:
+    if choice.mode not in _TOOL_MODES:
+        raise InvalidRequest(f"{choice.mode} is no mode", field="tool_choice.mode")
+    if choice.function and choice.mode:
+        raise InvalidRequest("must be unset beside a function", field="tool_choice.mode")
+    return ToolChoice(_TOOL_MODES[choice.mode], choice.function, parallel=not choice.at_most_one)
 
 
 def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
-from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
+from router.api.request import DetokenizeInput, TokenizeInput
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.openai.tokenization import parse_detokenize, parse_tokenize
-from router.parsing.generate import detokenize_input, generate_input, prompt_of
+from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
 
 
 class Kind(Enum):
@@ -23,6 +23,7 @@ class Kind(Enum):
     COMPLETION = "completion"  # OpenAI's JSON
     CHAT = "chat"
     GENERATE = "generate"  # protobuf
+    GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
     HTTP_TOKENIZE = "http_tokenize"  # vLLM's JSON
@@ -46,8 +47,14 @@ class Job:
     max_deadline_s: float = 0.0
 
 
-Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest, inference_pb2.DetokenizeRequest)
-Parsed = Call | GenerateInput | TokenizeInput | DetokenizeInput
+Message = TypeVar(
+    "Message",
+    inference_pb2.GenerateRequest,
+    inference_pb2.GenerateBatchRequest,
+    inference_pb2.TokenizeRequest,
+    inference_pb2.DetokenizeRequest,
+)
+Parsed = Call | GenerateCall | Batch | TokenizeInput | DetokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -58,8 +65,15 @@ def parse(job: Job) -> Parsed:
         case Kind.CHAT:
             return parse_chat(job.data, job.header_id, job.headers)
         case Kind.GENERATE:
-            return generate_input(
+            return generate_call(
                 _message(inference_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case Kind.GENERATE_BATCH:
+            return generate_batch(
+                _message(inference_pb2.GenerateBatchRequest(), job.data),
                 call_remaining_s=job.call_remaining_s,
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,

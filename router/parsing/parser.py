@@ -24,6 +24,7 @@ from typing import Any, Final
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from router.openai.request import Call
 from router.parsing.child import LENGTH
+from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, Parsed, parse
 from router.service.serial_thread import SerialThread
 
@@ -154,8 +155,14 @@ async def _unpacked(result: Any) -> Parsed:
     together."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple([await _with_tuple(one) for one in result.inputs]))
-    parsed: Parsed = await _with_tuple(result)
+    if isinstance(result, Batch):
+        return replace(result, calls=tuple([await _call_unpacked(one) for one in result.calls]))
+    parsed: Parsed = await (_call_unpacked if isinstance(result, GenerateCall) else _with_tuple)(result)
     return parsed
+
+
+async def _call_unpacked(one: Any) -> Any:
+    return one if isinstance(one, Refused) else replace(one, input=await _with_tuple(one.input))
 
 
 async def _with_tuple(one: Any) -> Any:

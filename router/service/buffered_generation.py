@@ -41,15 +41,15 @@ class BufferedGeneration:
     def __init__(
         self,
         request_id: str,
-        prompt_len: int,
+        prompt_ids: tuple[int, ...],
         released: Callable[[BufferedGeneration], None],
         deliveries: Deliveries | None = None,
     ) -> None:
         """`released` is called once, when the client has taken everything or has left. `deliveries` are those of the service.
         None: the generation has its own."""
         self.request_id = request_id
-        self.prompt_len = prompt_len
-        self.prompt_ids: tuple[int, ...] = ()
+        self.prompt_ids = prompt_ids
+        self.prompt_len = len(prompt_ids)
         self._released: Callable[[BufferedGeneration], None] | None = released
         self._buffer: deque[Delta] = deque()
         self._deliveries = deliveries or Deliveries()

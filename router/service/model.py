@@ -25,17 +25,20 @@ class ServedModel:
     directory: Path | None = None  # where the tokenizer is; None: a simulation, which has none on disk
 
     @classmethod
-    def load(cls, engine: EngineConfig) -> ServedModel:
-        """Resolve and read the model. This blocks, for seconds when the model has to be converted. Raises `ConfigError`."""
+    def load(cls, engine: EngineConfig, chat_template: str | None = None) -> ServedModel:
+        """Resolve and read the model. This blocks, for seconds when the model has to be converted. `chat_template` is a file
+        with the template of chats. None: the model's own is taken. Raises `ConfigError`."""
         directory = resolve(engine.model, load_format=engine.load_format)
         card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        kv_bytes = engine.known_kv_bytes
-        pool_tokens = card.max_position if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size
+        # Groups with windows have pools of other sizes, which depend on each worker's settings: only the workers know them.
+        windowed = any(group.window is not None for group in kv_spec.groups)
+        kv_bytes = None if windowed else engine.known_kv_bytes
+        pool_tokens = None if kv_bytes is None else kv_bytes // kv_spec.block_bytes * engine.block_size
         return cls(
             name=engine.served_model_name or card.name,
             card=card,
-            tokenizer=Tokenizer.load(directory),
+            tokenizer=Tokenizer.load(directory, None if chat_template is None else Path(chat_template)),
             dtype=resolve_dtype(engine.dtype),
             kv_spec=kv_spec,
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),

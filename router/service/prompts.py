@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
 from pdserve.core.errors import InvalidRequest, Overloaded
-from router.api.request import ChatMessage, DetokenizeInput, Prompt
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
+from router.service.chat_text import chat_chars, chat_text
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from router.service.serial_thread import SerialThread
@@ -42,8 +43,10 @@ class PromptEncoder:
         `InvalidRequest` naming `prompt` or `messages`, and `Overloaded` when too many long prompts wait."""
         if isinstance(prompt, str):
             return await self._text(prompt, "prompt", special_tokens=add_special_tokens)
-        if prompt and isinstance(prompt[0], ChatMessage):
+        if isinstance(prompt, ChatPrompt):
             return await self._chat(prompt)
+        if prompt and isinstance(prompt[0], ChatMessage):
+            return await self._chat(ChatPrompt(prompt))
         self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
         return self._ids(cast(tuple[int, ...], prompt))
 
@@ -76,17 +79,16 @@ class PromptEncoder:
             raise InvalidRequest(f"token id {wrong} is not in [0, {vocab_size - 1}]", field="prompt")
         return ids
 
-    async def _chat(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
-        tokenizer = self._model.tokenizer
-        if not tokenizer.has_chat_template:
+    async def _chat(self, chat: ChatPrompt) -> tuple[int, ...]:
+        template = self._model.tokenizer.chat_template
+        if template is None:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a text prompt", field="messages")
-        rendered = [(m.role, m.content) for m in messages]
-        chars = sum([len(m.content) for m in messages])
+        chars = chat_chars(chat)
         self._check_chars(chars, "messages")
         if chars <= INLINE_CHARS:
-            text = tokenizer.apply_chat_template(rendered)
+            text = chat_text(template, chat)
         else:
-            text = await self._in_thread(lambda: tokenizer.apply_chat_template(rendered))
+            text = await self._in_thread(lambda: chat_text(template, chat))
         return await self._text(text, "messages", special_tokens=False)
 
     async def _text(self, text: str, field: str, *, special_tokens: bool) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
+from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
@@ -33,6 +34,7 @@ from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.buffered_generation import BufferedGeneration, Deliveries
+from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
@@ -79,6 +81,7 @@ class RouterService:
         self.model_name = model.name
         self.max_body_bytes = config.max_body_bytes
         self.max_deadline_s = config.max_deadline_s
+        self.default_deadline_s = config.default_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
         self.links: Links = links or LinkService(cluster_token, self.hear)
@@ -96,6 +99,7 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
+        self._chats = Chats(model.tokenizer, config)
         self._grammars = Grammars(model)
         self._admission = Admission(
             config,
@@ -117,6 +121,8 @@ class RouterService:
     def start(self) -> None:
         """Start the ticks of the core on the running loop."""
         assert self._ticker is None
+        forms = self._chats.call_form or "none", self._chats.reasoning_form or "none"
+        logger.info("calls of tools are read by the parser %s, reasoning by %s", *forms)
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
     async def close(self) -> None:
@@ -132,12 +138,14 @@ class RouterService:
 
     # The interface of front ends ----------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateInput) -> BufferedGeneration:
+    async def submit(self, request: GenerateInput) -> Generation:
         """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
         try:
-            submit = await self._admit(request, arrived_s)
-            return self._start(submit)
+            prepared = self._chats.prepare(request)
+            with tools_named(prepared):
+                submit = await self._admit(prepared, arrived_s)
+            return self._chats.read(self._start(submit), prepared, submit.spec.prompt_ids)
         except PdserveError as exc:
             self._refused(request, exc)
             raise
@@ -203,6 +211,10 @@ class RouterService:
     def token_bytes(self, token_id: int) -> bytes:
         """Implements `RouterApi.token_bytes`."""
         return self.model.tokenizer.written_bytes(token_id)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Implements `RouterApi.text_of`."""
+        return self.model.tokenizer.decode(ids)
 
     @property
     def ready(self) -> bool:
@@ -302,8 +314,7 @@ class RouterService:
             raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, len(submit.spec.prompt_ids), self._released, self._deliveries)
-        generation.prompt_ids = submit.spec.prompt_ids
+        generation = BufferedGeneration(submit.request_id, submit.spec.prompt_ids, self._released, self._deliveries)
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None

@@ -113,7 +113,7 @@ def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
 
 
 def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:
-    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed)
+    return ev.NoRoom(link, Handle(m.handle), m.blocks_needed, codec.shortage_from_wire(m))
 
 
 def _refused(link: ev.LinkId, m: link_pb2.Refused) -> ev.WorkerEvent:

@@ -162,3 +162,13 @@ def test_a_gguf_file_is_read_without_its_weights() -> None:
     from pdserve.checkpoint.resolve import default_gguf
 
     assert find_model(str(default_gguf())).shape == find_model("smollm2-135m").shape == find_model("default").shape
+
+
+def test_gemma_3_with_images_is_as_large_as_its_language_model(tmp_path: Path) -> None:
+    """Its published configuration leaves out most sizes. The numbers are those that the engine would load."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+    config["text_config"] = {**text, "model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = family_of("Gemma3ForConditionalGeneration").read(config)
+    assert find_model(str(tmp_path)).shape == ModelShape.of(read)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pdserve.capacity.answer import answer, degrees, fits
 from pdserve.capacity.model_source import find_model
 from pdserve.capacity.question import Shares
-from pdserve.capacity.worker_speed import bound_by, e2e_s, longest_context, roofline_s
+from pdserve.capacity.worker_speed import BLOCK_SIZE, bound_by, e2e_s, last_true, roofline_s
+from pdserve.core.kv_layout import KvGroup, KvSpec
 from tests.capacity.questions import FLOORS, ask, worker_of
 
 TABLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "splitwise-sim" / "perf_model.csv"
@@ -62,13 +63,29 @@ def test_memory_of_a_batch() -> None:
 
 
 def test_180_gb_for_5_users_are_109863_tokens_each() -> None:
-    def kv_bytes(tokens: int) -> float:
-        return find_model("llama-2-70b").shape.kv_numbers_of(tokens) * 2
+    worker = worker_of(ask("llama-2-70b", gpus=1))
+    assert last_true(10**9, lambda tokens: worker.held_bytes(5, tokens) <= 180e9) == 109_863
+    assert last_true(10**9, lambda tokens: worker.held_bytes(50, tokens) <= 180e9) == 10_986  # an article says 110,000 for 50
 
-    assert longest_context(180e9, 5, kv_bytes, 10**9) == 109_863
-    assert longest_context(180e9, 50, kv_bytes, 10**9) == 10_986  # an article says 110,000 for 50
-    assert longest_context(180e9, 50, kv_bytes, 4096) == 4096  # the model has no more positions
-    assert longest_context(1, 1, kv_bytes, 4096) == 0
+
+@pytest.mark.parametrize(("context", "step"), [(32_768, 8192), (32_768, 2048), (131_072, 2048), (1024, 2048)])
+def test_users_of_a_model_with_windows_are_those_for_which_the_engine_splits_its_memory(context: int, step: int) -> None:
+    """The engine gives the layers with windows what so many sequences use, and the others the rest: with so many users their
+    pool has all contexts, and with one more it has not."""
+    question = ask("gemma-3-27b", "h100-sxm", max_num_batched_tokens=step)
+    worker = worker_of(question, 4)
+    users = worker.users_at(context)
+    assert users > 1
+    spec, layer = [], 0
+    for shape, count in question.model.shape.layers:
+        planes = ((shape.attention.kv_numbers // 128, 128),)
+        spec.append(KvGroup(tuple(range(layer, layer + count)), planes, BLOCK_SIZE, "bfloat16", shape.attention.window))
+        layer += count
+    kv, whole = KvSpec(tuple(spec)), next(i for i, group in enumerate(spec) if group.window is None)
+    for sequences, has_room in ((users, True), (users + 1, False)):
+        sizes = kv.split(int(worker.memory.kv_bytes), [group.most_useful(sequences, step) for group in spec])
+        assert (sizes[whole] * BLOCK_SIZE >= sequences * context) is has_room
+    assert worker.held_bytes(users, context) >= users * worker.kv_bytes(context)
 
 
 def test_int8_halves_the_kv() -> None:

@@ -17,24 +17,27 @@ BYTES = [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
 
 @dataclass(frozen=True)
 class Pieces:
-    """A vocabulary: `normal` in the order in which training made them, `defined` as the file writes them."""
+    """A vocabulary: `normal` in the order in which training made them, `defined` as the file writes them. `alike` are normal
+    pieces that share a score below all others."""
 
     normal: Sequence[str]
     defined: Sequence[str] = ()
     prefix: bool = False
+    alike: Sequence[str] = ()
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[tuple[str, int]]:
         defined, normal = (
-            [(piece, kind) for piece in of] for of, kind in ((self.defined, USER_DEFINED), (self.normal, NORMAL))
+            [(piece, kind) for piece in of]
+            for of, kind in ((self.defined, USER_DEFINED), ((*self.normal, *self.alike), NORMAL))
         )
         return [*FIRST, *BYTES, *defined, *normal]
 
     @property
     def scores(self) -> list[float]:
-        first = len(self.tokens) - len(self.normal)
-        return [float(min(0, first - index)) for index in range(len(self.tokens))]
+        first, same = len(self.tokens) - len(self.normal) - len(self.alike), len(self.tokens) - len(self.alike)
+        return [float(min(0, first - index)) if index < same else -1e9 for index in range(len(self.tokens))]
 
     def write(self, path: Path) -> Path:
         """Write a file that has a tokenizer and nothing else."""

@@ -79,7 +79,8 @@ def test_the_tokenizer_and_the_template_come_along(small):
     ids = tokenizer.encode("<s>hello world<tool></s>")
     assert [TOKENS[i] for i in ids] == ["<s>", "hello", "Ġw", "o", "r", "l", "d", "<tool>", "</s>"]
     assert tokenizer.decode(ids) == "hello world<tool>"  # user-defined tokens are text, control tokens are not
-    assert tokenizer.apply_chat_template([("user", "x")]) == "<s>x</s>"
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.render([("user", "x")]) == "<s>x</s>"
     assert not Tokenizer.load(converted(write_gguf(small, metadata={"tokenizer.chat_template": None}))).has_chat_template
 
 

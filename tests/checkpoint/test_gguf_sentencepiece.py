@@ -83,6 +83,21 @@ def test_the_best_score_is_joined_first(tmp_path, normal, text, expected):
     assert ids == ids_of(text, pieces.tokens, pieces.scores)
 
 
+LLAMA_RUNS = (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)
+"""The lengths of the runs of spaces in Llama 2's vocabulary and in Mistral's, in their order. All have one score."""
+
+
+@given(lengths=st.just(LLAMA_RUNS) | st.sets(st.integers(2, 12)), runs=st.lists(st.integers(0, 60), min_size=1, max_size=4))
+@settings(max_examples=150)
+def test_runs_of_spaces_with_one_score_are_cut_from_the_left(lengths, runs):
+    """A pair of the same score that stands further left is joined first, whatever it makes."""
+    pieces = Pieces(["a", "▁", "▁a"], alike=["▁" * length for length in lengths], prefix=True)
+    text = "a".join(" " * count for count in runs)
+    with tempfile.TemporaryDirectory() as folder:
+        ids = written(pieces, Path(folder)).encode(text, add_special_tokens=False)
+    assert ids == ids_of(text, pieces.tokens, pieces.scores, prefix=True)
+
+
 def test_prompts_begin_with_a_token_unless_the_file_says_no(tmp_path):
     assert written(Pieces("ab"), tmp_path).encode("a")[0] == 2
     assert written(Pieces("ab", more={"tokenizer.ggml.add_bos_token": False}), tmp_path).encode("a")[0] != 2

@@ -44,6 +44,46 @@ def test_without_its_package_the_default_model_says_what_to_install(monkeypatch)
         resolve("default")
 
 
+def package(folder: Path, name: str, code: str = "raise AssertionError('it is not imported')") -> Path:
+    made = folder / "site" / name
+    made.mkdir(parents=True)
+    (made / "__init__.py").write_text(code)
+    return made
+
+
+def test_a_model_is_found_in_an_installed_package(tmp_path, monkeypatch):
+    """The package is named as on its index or as it is imported, and its code does not run."""
+    write_gguf(package(tmp_path, "some_model") / "model.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    directory = resolve("some-model", cache_dir=tmp_path / "cache")
+    check_directory(directory)
+    assert resolve("some_model", cache_dir=tmp_path / "cache") == directory
+    with pytest.raises(ConfigError, match="model 'json' is not known"):
+        resolve("json", cache_dir=tmp_path / "cache")
+
+
+def test_a_package_of_parts_puts_its_file_together_once(tmp_path, monkeypatch):
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole)
+    code = f"""
+from pathlib import Path
+def assemble(path):
+    with open({str(tmp_path / "calls")!r}, "a") as calls:
+        calls.write("x")
+    path.write_bytes(Path({str(whole)!r}).read_bytes())
+"""
+    package(tmp_path, "parted_model_gguf", code)
+    package(tmp_path, "broken_model_gguf", "def assemble(path): raise FileNotFoundError('part 2 is not installed')")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    directory = resolve("parted-model-gguf", cache_dir=tmp_path / "cache")
+    check_directory(directory)
+    assert resolve("parted-model-gguf", cache_dir=tmp_path / "cache") == directory
+    assert (tmp_path / "calls").read_text() == "x"
+    with pytest.raises(ConfigError, match=r"'broken-model-gguf': its package cannot put .* part 2 is not installed"):
+        resolve("broken-model-gguf", cache_dir=tmp_path / "cache")
+    assert not [name for name in entries(tmp_path / "cache") if "broken" in name]
+
+
 def test_the_tiny_model_is_the_same_everywhere_bit_for_bit(tmp_path):
     directory = resolve("tiny", cache_dir=tmp_path)
     assert hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest() == TINY_SHA256

@@ -14,6 +14,7 @@ from pdserve.commands import tables
 from pdserve.commands.console import make_console
 from pdserve.commands.failures import report
 from pdserve.commands.progress import LINE_S, StartView
+from pdserve.commands.up import first_request
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.worker.load_progress import LoadState
 from pdserve.worker.memory_report import MemoryReport
@@ -247,6 +248,11 @@ def test_a_command_that_the_start_tells_is_not_broken_over_lines() -> None:
         StartView(console, lambda: None)(WorkerChanged("prefill-0", WorkerPhase.WAITING, f"start one with: {command}"))
     assert command in captured.get()
     assert len(captured.get().splitlines()) == 1
+
+
+def test_the_start_suggests_a_chat_only_to_a_model_that_has_a_template() -> None:
+    assert first_request("h:1", chat=True) == "pdserve generate --address h:1 --chat 'Why is the sky blue?'"
+    assert first_request("h:1", chat=False) == "pdserve generate --address h:1 'The sky is blue because'"
 
 
 def test_a_terminal_draws_a_bar_for_a_worker_that_loads_and_a_log_gets_few_lines() -> None:

@@ -3,27 +3,18 @@
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.blocks import BlockCounts, Holder, HolderKind
+from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import BlockSum, SeqId
+from pdserve.core.kv_layout import Shortage
+from tests.core.holders import inbound, lease, sequence
+from tests.core.pool_history import PoolHistory
 
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(12)]
-
-
-def sequence(i: int) -> Holder:
-    return Holder(HolderKind.SEQUENCE, SeqId(i))
-
-
-def inbound(i: int) -> Holder:
-    return Holder(HolderKind.INBOUND, SeqId(i))
-
-
-def lease(i: int) -> Holder:
-    return Holder(HolderKind.LEASE, SeqId(i))
 
 
 def published(pools: BlockPools, number: int, count: int) -> None:
@@ -52,8 +43,11 @@ def test_what_one_group_cannot_hold_no_group_takes():
     before = pools.counts()
     assert pools.allocate(sequence(1), 3) is None
     assert pools.reserve(sequence(1), 3, ()) is None
-    assert not pools.fits(3)
-    assert not pools.fits(1, spare=2)
+    assert pools.shortage(3) == Shortage(1, 3, 2)
+    assert pools.shortage(1, spare=2) == Shortage(1, 3, 2)
+    assert pools.shortage(1, spare=(8, 0)) == Shortage(0, 9, 8)
+    assert pools.shortage(10) == Shortage(1, 10, 2), "it lacks eight blocks, and the other group two"
+    assert pools.shortage(2) is None
     assert pools.counts() == before
     assert (pools.num_blocks, pools.num_free, pools.num_allocatable) == (2, 2, 2)
 
@@ -92,24 +86,19 @@ def test_groups_that_disagree_are_noticed():
         pools.check_invariants()
 
 
-class PoolsMachine(RuleBasedStateMachine):
+class PoolsMachine(PoolHistory):
     """Random histories over three groups of different sizes, so that their caches differ."""
 
     @initialize(sizes=st.tuples(st.integers(4, 16), st.integers(4, 8), st.integers(4, 12)))
     def start(self, sizes: tuple[int, int, int]) -> None:
-        self.pools = BlockPools(*sizes)
-        self.running: dict[int, int] = {}
-        self.pulling: list[int] = []
-        self.lent: list[int] = []
-        self.quarantined: list[int] = []
-        self.last = 0
+        self.begin(BlockPools(*sizes))
 
     @rule(count=st.integers(1, 6), full=st.integers(0, 6), pull=st.booleans())
     def reserve(self, count: int, full: int, pull: bool) -> None:
         self.last += 1
         hashes = HASHES[: min(count, full)]
         here = min(len(pool.lookup(hashes)) for pool in self.pools.groups)
-        fits, before = self.pools.fits(count, hashes), self.pools.counts()
+        fits, before = self.pools.shortage(count, hashes) is None, self.pools.counts()
         room = self.pools.reserve(inbound(self.last) if pull else sequence(self.last), count, hashes)
         assert (room is not None) == fits
         if room is None:
@@ -118,15 +107,15 @@ class PoolsMachine(RuleBasedStateMachine):
         assert room.hits == here, "the longest prefix that every group has"
         assert {len(table) for table in room.block_tables} == {count}
         if pull:
-            self.pulling.append(self.last)
+            self.pulling[self.last] = 0
         else:
-            self.running[self.last] = count
+            self.running[self.last] = [count, 0]
 
     @rule(data=st.data(), full=st.integers(0, 6))
     def publish(self, data: st.DataObject, full: int) -> None:
         if self.running:
             number = data.draw(st.sampled_from(sorted(self.running)))
-            for position in range(min(full, self.running[number])):
+            for position in range(min(full, self.running[number][0])):
                 self.pools.publish(sequence(number), position, HASHES[position])
 
     @rule(data=st.data())
@@ -135,16 +124,16 @@ class PoolsMachine(RuleBasedStateMachine):
             number = data.draw(st.sampled_from(sorted(self.running)))
             if self.pools.num_allocatable:
                 assert self.pools.allocate(sequence(number), 1) is not None
-                self.running[number] += 1
+                self.running[number][0] += 1
             else:
                 assert self.pools.allocate(sequence(number), 1) is None
 
     @rule(data=st.data())
     def lend(self, data: st.DataObject) -> None:
-        if left := sorted(self.running.keys() - set(self.lent)):
+        if left := sorted(self.running.keys() - self.lent.keys()):
             number = data.draw(st.sampled_from(left))
             assert self.pools.share(sequence(number), lease(number), 0) == self.pools.blocks_of(sequence(number))
-            self.lent.append(number)
+            self.lent[number] = 0
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
@@ -152,34 +141,6 @@ class PoolsMachine(RuleBasedStateMachine):
             number = data.draw(st.sampled_from(sorted(self.running)))
             del self.running[number]
             self.pools.drop(sequence(number))
-
-    @rule()
-    def return_lease(self) -> None:
-        if self.lent:
-            self.pools.drop(lease(self.lent.pop(0)))
-
-    @rule(stopped=st.booleans())
-    def pull_ends(self, stopped: bool) -> None:
-        if self.pulling:
-            number = self.pulling.pop()
-            if stopped:
-                self.running[number] = len(self.pools.blocks_of(inbound(number))[0])
-                self.pools.hand_over(inbound(number), sequence(number))
-            else:
-                self.pools.quarantine(SeqId(number))
-                self.quarantined.append(number)
-
-    @rule()
-    def read_stops(self) -> None:
-        if self.quarantined:
-            self.pools.end_quarantine(SeqId(self.quarantined.pop()))
-
-    @rule(count=st.integers(1, 8))
-    def churn(self, count: int) -> None:
-        """Other work takes blocks and gives them back: small groups lose what they have cached."""
-        self.last += 1
-        if self.pools.allocate(sequence(self.last), count) is not None:
-            self.pools.drop(sequence(self.last))
 
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
@@ -190,20 +151,6 @@ class PoolsMachine(RuleBasedStateMachine):
     def groups_agree(self) -> None:
         if hasattr(self, "pools"):
             self.pools.check_invariants()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "pools"):
-            return
-        for number in list(self.running):
-            self.pools.drop(sequence(number))
-        while self.lent:
-            self.return_lease()
-        while self.pulling:
-            self.pull_ends(stopped=False)
-        while self.quarantined:
-            self.read_stops()
-        counts = self.pools.counts()
-        assert counts.free + counts.cached == counts.total
 
 
 TestPools = PoolsMachine.TestCase

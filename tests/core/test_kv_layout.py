@@ -110,3 +110,20 @@ def test_asking_for_too_much_names_the_knob():
         fit_max_model_len(8193, 8192, 1 << 20)
     with pytest.raises(ConfigError, match=r"raise kv_cache_memory or lower max_model_len"):
         fit_max_model_len(8192, 8192, 8191)
+
+
+def test_requests_of_any_length_fit_pools_whose_layers_all_have_windows():
+    """A group that keeps all tokens, and one whose pool is too small for its window, bound the longest request."""
+    narrow, wide = (KvGroup((layer,), ((1, 8),), 16, "float32", window) for layer, window in ((0, 13), (1, 64)))
+    both, mixed = KvSpec((narrow, wide)), KvSpec((narrow, KvGroup((2,), ((1, 8),), 16, "float32"), wide))
+    assert (narrow.least_pool, wide.least_pool) == (6, 15)
+    assert both.longest_tokens((15, 15)) is None
+    assert both.longest_tokens((15, 14)) == 14 * 16
+    assert both.pool_tokens((20, 15)) == 15 * 16
+    assert both.held_tokens((15, 15)) == wide.least_promise * 16 == 6 * 16
+    assert both.held_tokens((15, 14)) == 0
+    assert mixed.longest_tokens((6, 40, 15)) == 40 * 16
+    assert mixed.held_tokens((6, 40, 15)) == 0
+    assert fit_max_model_len(None, 8192, None) == fit_max_model_len(8192, 8192, None) == 8192
+    with pytest.raises(ConfigError, match=r"max_model_len 8193 is over the model's own limit"):
+        fit_max_model_len(8193, 8192, None)

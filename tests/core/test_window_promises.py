@@ -91,7 +91,7 @@ class PromisesMachine(RuleBasedStateMachine):
         count = -(-tokens // SIZE) + (grows and not lent)
         hashes = HASHES[: (tokens - 1) // SIZE] if cached else []
         prefill = Prefill(tokens, self.chunk, lent)
-        fits, idle = self.pools.fits(count, hashes, prefill=prefill), not self.pools.counts().held
+        fits, idle = self.pools.shortage(count, hashes, prefill=prefill) is None, not self.pools.counts().held
         room = self.pools.reserve(sequence(self.last), count, hashes, prefill=prefill)
         assert fits == (room is not None)
         assert fits or not idle, "an empty pool takes everybody"

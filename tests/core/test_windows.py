@@ -8,14 +8,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from pdserve.core.block_hash import BlockHash
 from pdserve.core.block_pools import BlockPools, count_blocks
-from pdserve.core.blocks import BlockPool, BlockState, Holder, HolderKind
+from pdserve.core.blocks import BlockPool, BlockState, Holder
 from pdserve.core.errors import InternalBug, PdserveError
-from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockSum, SeqId
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockSum
 from pdserve.core.kv_layout import KvGroup
+from tests.core.holders import inbound, lease, sequence
+from tests.core.pool_history import PoolHistory
 
 SIZE = 2
 HASHES = [BlockHash(bytes([i]) * 32) for i in range(12)]
@@ -38,18 +40,6 @@ def is_live(block: int, computed: int, window: int | None, block_size: int = SIZ
     )
 
 
-def sequence(i: int) -> Holder:
-    return Holder(HolderKind.SEQUENCE, SeqId(i))
-
-
-def inbound(i: int) -> Holder:
-    return Holder(HolderKind.INBOUND, SeqId(i))
-
-
-def lease(i: int) -> Holder:
-    return Holder(HolderKind.LEASE, SeqId(i))
-
-
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 40))
 def test_the_first_live_block_is_the_first_that_a_later_token_sees(window: int, block_size: int, computed: int) -> None:
     live = [block for block in range(60) if is_live(block, computed, window, block_size)]
@@ -67,7 +57,7 @@ def test_the_next_death_is_when_the_first_live_block_changes(window: int, block_
     assert layout(None, block_size).next_death(computed) is None
 
 
-class WindowsMachine(RuleBasedStateMachine):
+class WindowsMachine(PoolHistory):
     """Random histories over a group without a window, or none, and groups with windows of several sizes."""
 
     @initialize(
@@ -76,12 +66,7 @@ class WindowsMachine(RuleBasedStateMachine):
     )
     def start(self, windows: list[int | None], sizes: tuple[int, int, int]) -> None:
         self.windows = windows
-        self.pools = BlockPools(*sizes[: len(windows)], layouts=[layout(window) for window in windows])
-        self.running: dict[int, list[int]] = {}  # blocks, computed tokens
-        self.pulling: dict[int, int] = {}  # tokens
-        self.lent: dict[int, int] = {}  # tokens
-        self.quarantined: list[int] = []
-        self.last = 0
+        self.begin(BlockPools(*sizes[: len(windows)], layouts=[layout(window) for window in windows]))
 
     def needed(self, blocks: int, computed: int) -> list[set[int]]:
         return [{b for b in range(blocks) if is_live(b, computed, window)} for window in self.windows]
@@ -102,12 +87,19 @@ class WindowsMachine(RuleBasedStateMachine):
         count, arriving = -(-tokens // SIZE) + more, tokens if pull else 0
         hashes = HASHES[: (tokens if pull else tokens - 1) // SIZE] if cached else []
         hits = self.longest_hit(len(hashes), arriving)
-        fits, before = self.pools.fits(count, hashes, arriving=arriving), self.pools.counts()
+        shortage, before = self.pools.shortage(count, hashes, arriving=arriving), self.pools.counts()
         room = self.pools.reserve(holder, count, hashes, arriving=arriving)
-        assert (room is not None) == fits
-        if room is None:
+        assert (room is None) == (shortage is not None)
+        if shortage is not None:
             assert self.pools.counts() == before
+            free = [pool.num_allocatable for pool in self.pools.groups]
+            assert shortage.blocks_needed > shortage.blocks_free == free[shortage.group]
+            assert (shortage.window or None) == self.windows[shortage.group]
+            fresh = [len(blocks) for blocks in self.needed(count, arriving)]
+            assert hashes or shortage.blocks_needed == fresh[shortage.group]
+            assert hashes or shortage.blocks_needed - shortage.blocks_free == max(map(int.__sub__, fresh, free))
             return
+        assert room is not None
         assert room.hits == hits
         assert room.block_tables == self.pools.blocks_of(holder)
         if pull:
@@ -157,36 +149,9 @@ class WindowsMachine(RuleBasedStateMachine):
                 assert self.longest_hit(full, 0) == 0 or set(self.windows) == {1}, "a token of window 1 needs no other"
             self.pools.drop(sequence(number))
 
-    @rule()
-    def return_lease(self) -> None:
-        if self.lent:
-            number, _ = self.lent.popitem()
-            self.pools.drop(lease(number))
-
-    @rule(committed=st.booleans())
-    def pull_ends(self, committed: bool) -> None:
-        if self.pulling:
-            number, tokens = self.pulling.popitem()
-            if committed:
-                blocks = len(self.pools.blocks_of(inbound(number))[0])
-                self.pools.hand_over(inbound(number), sequence(number))
-                for position in range(min(tokens // SIZE, len(HASHES))):
-                    self.pools.publish(sequence(number), position, HASHES[position])
-                self.running[number] = [blocks, tokens]
-            else:
-                self.pools.quarantine(SeqId(number))
-                self.quarantined.append(number)
-
-    @rule()
-    def read_stops(self) -> None:
-        if self.quarantined:
-            self.pools.end_quarantine(SeqId(self.quarantined.pop()))
-
-    @rule(count=st.integers(1, 8))
-    def churn(self, count: int) -> None:
-        self.last += 1
-        if self.pools.allocate(sequence(self.last), count) is not None:
-            self.pools.drop(sequence(self.last))
+    def committed(self, number: int, tokens: int) -> None:
+        for position in range(min(tokens // SIZE, len(HASHES))):
+            self.pools.publish(sequence(number), position, HASHES[position])
 
     @invariant()
     def holders_have_what_a_later_token_sees(self) -> None:
@@ -205,21 +170,6 @@ class WindowsMachine(RuleBasedStateMachine):
             assert count_blocks(tables) == sum(map(len, held))
             for pool, table in zip(self.pools.groups, tables, strict=True):
                 assert all(pool._states[b] is BlockState.HELD for b in table if b != NULL_BLOCK)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "pools"):
-            return
-        for number in self.running:
-            self.pools.drop(sequence(number))
-        while self.lent:
-            self.return_lease()
-        while self.pulling:
-            self.pull_ends(committed=False)
-        while self.quarantined:
-            self.read_stops()
-        self.pools.check_invariants()
-        counts = self.pools.counts()
-        assert counts.free + counts.cached == counts.total
 
 
 TestWindows = WindowsMachine.TestCase

@@ -54,6 +54,14 @@ PUBLISHED = {
         1152, 6912, 26, 4, 1, 262144, head_dim=256, hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=10000,
         rope_theta=1000000, sliding_window=512, sliding_window_pattern=6, query_pre_attn_scalar=256,
         attn_logit_softcapping=None, final_logit_softcapping=None)),
+    "gemma 3 4B": ("Gemma3ForConditionalGeneration", 3.88, {
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text",
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+        "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    }),
     "deepseek v2 lite": ("DeepseekV2ForCausalLM", 15.7, config(
         2048, 10944, 27, 16, 16, 102400, **LATENT, q_lora_rank=None, n_routed_experts=64, n_shared_experts=2,
         num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, topk_method="greedy", n_group=1,
@@ -256,6 +264,10 @@ REFUSALS = [
     ("gemma 3 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ("gemma 3 1B", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
     ("gemma 3 1B", {"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a finite number above 0"),
+    ("gemma 3 4B", {"text_config": None}, "text_config must be an object, got None"),
+    ("gemma 3 4B", {"text_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping is not supported"),
+    ("gemma 3 4B", {"text_config": {"attn_logit_softcapping": 50.0}}, "attn_logit_softcapping is not supported"),
+    ("gemma 3 4B", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
     ("deepseek v2 lite", {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
     ("deepseek v2 lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; supported: 'greedy'"),
     ("deepseek v2 lite", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
@@ -288,3 +300,10 @@ def test_every_family_is_known_by_its_own_architecture():
 def test_the_page_of_models_has_a_row_for_every_architecture():
     rows = re.findall(r"^\| `(\w+For\w+)` \|", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(FAMILIES)
+
+
+def test_a_language_model_that_leaves_sizes_out_has_those_of_the_reference():
+    """Published models with images write only the sizes that differ from the defaults of transformers."""
+    transformers = pytest.importorskip("transformers")
+    whole = transformers.Gemma3TextConfig().to_dict()
+    assert read("gemma 3 4B", text_config={}) == family_of("Gemma3ForCausalLM").read(whole)

@@ -90,6 +90,8 @@ class FakeApi:
     generations: list[FakeGeneration] = field(default_factory=list)
     parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
     max_prompt_tokens: int = 4095
+    max_deadline_s: float = 600.0
+    default_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -109,7 +109,7 @@ class Buffered(FakeApi):
     generation: BufferedGeneration
 
     async def submit(self, request: GenerateInput) -> Any:
-        self.generation = BufferedGeneration(request.request_id or "", 1, lambda _: None)
+        self.generation = BufferedGeneration(request.request_id or "", (1,), lambda _: None)
         return self.generation
 
 

@@ -32,7 +32,7 @@ class Finished(FakeApi):
     """Every answer is complete before anybody takes of it: the longest that the writing of one can take at a time."""
 
     async def submit(self, request: GenerateInput) -> Any:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         for i in range(TOKENS):
             last = i + 1 == TOKENS
             generation.push(Delta(i, (i % 9,), '","logprobs":"', FinishReason.LENGTH if last else None, (told(i),)))

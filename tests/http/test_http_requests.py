@@ -88,7 +88,7 @@ def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "x"}])
-    assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb"))
+    assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb", name="x"))
 
 
 def test_unknown_fields_are_tolerated() -> None:
@@ -133,7 +133,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
     ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"),
     ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"), ("model", 3),
-    ("n", 2), ("n", True), ("presence_penalty", "1"), ("frequency_penalty", True),
+    ("n", 0), ("n", 129), ("n", 10**9), ("n", -1), ("n", True), ("n", "2"), ("best_of", 2), ("use_beam_search", 1),
+    ("length_penalty", 2), ("presence_penalty", "1"), ("frequency_penalty", True),
     ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
     ("logit_bias.1", {"1": None}), ("logit_bias.2", {"1": 0, "2": "x"}), ("logit_bias", {"99999999999": 1}),
     ("logit_bias", {str(i): 0 for i in range(301)}),
@@ -151,11 +152,21 @@ def test_bad_values_name_their_field(field: str, value: Any) -> None:
 
 BAD_MESSAGES: list[tuple[str, Any]] = [
     ("messages", None), ("messages", "hi"), ("messages", []), ("messages[0]", ["hi"]), ("messages[0].role", [{}]),
-    ("messages[0].role", [{"role": "tool", "content": "x"}]), ("messages[0].content", [{"role": "user"}]),
+    ("messages[0].role", [{"role": "function", "content": "x"}]), ("messages[0].content", [{"role": "user"}]),
     ("messages[0].content", [{"role": "user", "content": 1}]), ("messages[0].content[0]", [{"role": "user", "content": ["x"]}]),
     ("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     ("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
-    ("messages[1].tool_calls", [*HI, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    ("messages[1].tool_calls[0].function", [*HI, {"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    ("messages[0].tool_calls", [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]),
+    ("messages[0].tool_calls[0].type", [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]),
+    ("messages[0].tool_calls[0].function.name", [{"role": "assistant", "tool_calls": [{"function": {}}]}]),
+    *(
+        ("messages[0].tool_calls[0].function.arguments", [{"role": "assistant", "tool_calls": [{"function": function}]}])
+        for function in ({"name": "f", "arguments": "{"}, {"name": "f", "arguments": "[]"})
+    ),
+    ("messages[0].tool_call_id", [{"role": "tool", "content": "x"}]),
+    ("messages[0].tool_call_id", [{"role": "user", "content": "x", "tool_call_id": "a"}]),
+    ("messages[0].reasoning_content", [{"role": "user", "content": "x", "reasoning": "a"}]),
 ]  # fmt: skip
 
 
@@ -174,8 +185,8 @@ def test_empty_values_of_an_answers_message_ask_for_nothing() -> None:
 def test_a_large_value_without_effect_is_refused_unread() -> None:
     for value in ("[" + "0, " * 50_000 + "0]", "[" * 900 + "]" * 900, "[1e999" + " " * 100 + "]"):
         with pytest.raises(InvalidRequest) as caught:
-            parse_chat(b'{"messages": [], "tools": ' + value.encode() + b"}", None)
-        assert caught.value.field == "tools"
+            parse_chat(b'{"messages": [], "documents": ' + value.encode() + b"}", None)
+        assert caught.value.field == "documents"
         assert value[:5] in caught.value.message
         assert len(caught.value.message) < 150
 
@@ -229,8 +240,9 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
-    **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens"], (INT,)),
-    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "return_token_ids"], (BOOL,)),
+    **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
+    **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
+    "return_token_ids": (BOOL,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
@@ -238,17 +250,23 @@ TAKEN: dict[str, tuple[Any, ...]] = {
 }
 
 
+CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(["logprobs", "parallel_tool_calls", "add_generation_prompt"], (BOOL,)),
+    **dict.fromkeys(["top_logprobs", "tool_choice", "continue_final_message"], ()),
+    "tools": (LIST,),
+    "chat_template_kwargs": (OBJECT,),
+    "reasoning_effort": (TEXT,),
+}
+
+
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = (
-        {"logprobs": (INT,), "add_special_tokens": (BOOL,)}
-        if endpoint == "completion"
-        else {"logprobs": (BOOL,), "top_logprobs": ()}
-    )
+    completion = {"logprobs": (INT,), "best_of": (INT,), "add_special_tokens": (BOOL,)}
+    own = completion if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
-    assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages"}
+    assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages", "length_penalty"}
     for name, values in taken.items():
         for value in (NULL, BOOL, INT, FLOAT, 1.0, TEXT, "1", LIST, OBJECT):
             if value is None or any(type(value) is type(one) for one in values):
@@ -275,7 +293,8 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
         ("logit_bias: ' - at `$.n`' is not a token id", chat, {"logit_bias": {" - at `$.n`": 1}}),
         ("logprobs: must be an integer or false, got true", completion, {"logprobs": True}),
         ("placement: must be one of auto, disaggregated, colocated, got '\\xe9'", chat, {"placement": "é"}),
-        ("n: 2 is not supported; only 1 is accepted", chat, {"n": 2}),
+        ("best_of: 2 is not supported; only 1 is accepted", chat, {"best_of": 2}),
+        ("n: must be from 1 to 128, got 0", chat, {"n": 0}),
         ("echo: true is not supported; only false is accepted", completion, {"echo": True}),
         ("messages[0].role: is missing", chat, {"messages": [{}]}),
         ("messages[0].content: is missing", chat, {"messages": [{"role": "user"}]}),

@@ -129,14 +129,18 @@ def right_text(ids: Sequence[int], count: int) -> str:
 
 @contextlib.asynccontextmanager
 async def local_cluster(
-    roles: Sequence[Any] = (PREFILL, DECODE), *, worker: Callable[[], dict[str, Any]] = dict, **config: Any
+    roles: Sequence[Any] = (PREFILL, DECODE),
+    *,
+    worker: Callable[[], dict[str, Any]] = dict,
+    model: ServedModel | None = None,
+    **config: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """`worker()` gives settings of every worker; `config` those of the router.
+    """`worker()` gives settings of every worker; `config` those of the router. `model` is the tiny one unless it is given.
 
     Workers are not probed unless asked: many tests count what a worker was sent.
     """
     links = LinkThread(TOKEN)
-    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), tiny_model(), links=links)
+    service = RouterService(RouterConfig(**({"probe_workers": False} | config)), model or tiny_model(), links=links)
     async with contextlib.AsyncExitStack() as stack:
         service.start()
         stack.push_async_callback(service.close)

@@ -485,7 +485,8 @@ def test_text_and_chat_prompts_reach_the_workers_as_ids() -> None:
             request = inference_pb2.GenerateRequest(chat=chat)
             request.sampling.max_tokens = 4
             answer = await read_answer(cluster.stub.Generate(request))
-            rendered = tokenizer.apply_chat_template([("user", "hi")])
+            assert tokenizer.chat_template is not None
+            rendered = tokenizer.chat_template.render([("user", "hi")])
             assert answer.ids == right_ids(tokenizer.encode(rendered, add_special_tokens=False), 4)
 
     run(story())

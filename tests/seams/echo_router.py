@@ -78,6 +78,7 @@ class EchoRouter:
     max_body_bytes = 1 << 20
     max_inflight_body_bytes = 1 << 22
     max_deadline_s = 60.0
+    default_deadline_s = 60.0
     max_prompt_tokens = 100
     not_ready_reason = ""
 
@@ -119,6 +120,10 @@ class EchoRouter:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the character."""
         return chr(token_id).encode()
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the characters."""
+        return "".join(map(chr, ids))
 
     async def next_ready(self, known: bool) -> bool:
         """Wait for a change that a test makes."""

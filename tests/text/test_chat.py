@@ -68,10 +68,15 @@ def render(source: str, messages: list[tuple[str, str]] = HI) -> str:
     return ChatTemplate(source, {}).render(messages)
 
 
+def rendered(tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> str:
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(messages)
+
+
 def test_the_default_template_equals_the_reference(tokenizer_of, default_text):
     for chat in default_text["chats"]:
         messages = [(m["role"], m["content"]) for m in chat["messages"]]
-        assert tokenizer_of["default"].apply_chat_template(messages) == chat["prompt"]
+        assert rendered(tokenizer_of["default"], messages) == chat["prompt"]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -126,7 +131,7 @@ def test_the_number_of_messages_is_bounded(count):
 
 
 def test_the_most_messages_fit_into_the_time(tokenizer_of):
-    text = tokenizer_of["default"].apply_chat_template([("user", "word " * 100)] * MAX_MESSAGES)
+    text = rendered(tokenizer_of["default"], [("user", "word " * 100)] * MAX_MESSAGES)
     assert text.count("<|im_start|>user") == MAX_MESSAGES
 
 
@@ -160,7 +165,7 @@ def test_what_real_templates_use_works():
 
 
 def test_clients_words_are_never_taken_as_a_template(tokenizer_of):
-    text = tokenizer_of["tiny"].apply_chat_template([("user", "{{ 1 + 1 }}{% raw %}")])
+    text = rendered(tokenizer_of["tiny"], [("user", "{{ 1 + 1 }}{% raw %}")])
     assert "{{ 1 + 1 }}{% raw %}" in text
 
 
@@ -185,21 +190,20 @@ def copied(tiny_dir, folder, **changes):
 def test_without_a_template_chats_are_refused(tiny_dir, tmp_path):
     tokenizer = Tokenizer.load(copied(tiny_dir, tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        tokenizer.apply_chat_template(HI)
+    assert tokenizer.chat_template is None
 
 
 def test_the_template_of_its_own_file_wins(tiny_dir, tmp_path):
     copied(tiny_dir, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert Tokenizer.load(tmp_path).apply_chat_template(HI) == "from the file"
+    assert rendered(Tokenizer.load(tmp_path), HI) == "from the file"
 
 
 def test_of_several_templates_the_default_is_taken(tiny_dir, tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ eos_token }}"}]
     eos = {"content": "</s>", "lstrip": False}
     copied(tiny_dir, tmp_path, chat_template=named, eos_token=eos)
-    assert Tokenizer.load(tmp_path).apply_chat_template(HI) == "</s>"
+    assert rendered(Tokenizer.load(tmp_path), HI) == "</s>"
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])

@@ -141,7 +141,7 @@ def check(story: Story, rng: random.Random) -> None:
 
 async def taken(deltas: list[Delta], rng: random.Random) -> list[Delta]:
     """What a client takes that comes at random moments."""
-    generation = BufferedGeneration("r", 1, lambda _: None)
+    generation = BufferedGeneration("r", (1,), lambda _: None)
     got: list[Delta] = []
     waiting = list(deltas)
     while len(got) == 0 or got[-1].finish_reason is None:
@@ -189,11 +189,11 @@ def mutant_honours_stops_before_min_tokens(monkeypatch: Any) -> None:
 
 
 def mutant_gives_out_stop_tokens(monkeypatch: Any) -> None:
-    monkeypatch.setattr(OutputText, "push_stop_token", lambda self, token_id: self.push(token_id).text + self.flush())
+    monkeypatch.setattr(OutputText, "push_stop", lambda self, token_id: self.push(token_id).text + self.flush())
 
 
 def mutant_withholds_stop_tokens(monkeypatch: Any) -> None:
-    monkeypatch.setattr(OutputText, "push_stop_token", lambda self, token_id: self.flush())
+    monkeypatch.setattr(OutputText, "push_stop", lambda self, token_id: self.flush())
 
 
 def mutant_decodes_each_token_alone(monkeypatch: Any) -> None:

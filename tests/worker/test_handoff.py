@@ -291,6 +291,8 @@ def test_no_room_is_said_at_once_and_holds_nothing(router, pair):
     said = [decode.until(lambda h=h: _reserved_or_not(decode, h)) for h in handles]
     assert "NoRoom" in said
     assert said[0] == "Reserved"
+    refused = next(m for m in decode.said if type(m).__name__ == "NoRoom")
+    assert refused.shortage.blocks_needed > refused.shortage.blocks_free, "its only KV group binds"
     for handle in handles:
         router.cancel(decode, handle)
 

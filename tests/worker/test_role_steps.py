@@ -15,7 +15,7 @@ from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
-from pdserve.core.kv_layout import KvSpec
+from pdserve.core.kv_layout import KvSpec, Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.engine.schedule.outcome import Advance, OutputToken
@@ -26,6 +26,8 @@ from pdserve.worker.host import Host, Role
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
+from router.core.events import LinkId, NoRoom
+from router.workers.wire import event_from_wire
 
 FIRST, SECOND = 11, 12
 """Handles; the first is the one that breaks."""
@@ -282,5 +284,26 @@ def test_a_worker_that_drains_refuses_and_begins_nothing(command):
             assert getattr(said, answer).handle == FIRST
             assert not worker.commands
             assert worker.role.idle
+
+    run(story)
+
+
+def test_a_refused_bind_names_the_kv_group_that_has_no_room():
+    """(1) The engine has no room in its second group. (2) NoRoom says so, in a form that the router reads. (3) Without a slot
+    for a sequence, it names no group."""
+
+    async def story() -> None:
+        decode = bench(DecodeRole)
+        lacking = Shortage(1, 70, 12, window=1024)
+        for handle, seq, shortage in ((FIRST, 1, lacking), (SECOND, 2, None)):
+            decode.role.on_command(bind(handle))
+            decode.role.on_step(StepEvents(reserved=(ReserveResult(SeqId(seq), None, shortage=shortage),)))
+        heard = [event_from_wire(LinkId(1), said) for said in decode.said]
+        assert [(type(event), event.handle, event.shortage) for event in heard if isinstance(event, NoRoom)] == [
+            (NoRoom, FIRST, lacking),
+            (NoRoom, SECOND, None),
+        ]
+        assert decode.role.idle
+        await decode.role.close()
 
     run(story)

@@ -31,6 +31,10 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "Gemma3ForCausalLM": {
         "sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
     },
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {**_SIZES, "sliding_window": 64, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+        "tie_word_embeddings": True,
+    },
     "DeepseekV2ForCausalLM": {**_LATENT, "topk_method": "group_limited_greedy", "scoring_func": "softmax"},
     "DeepseekV3ForCausalLM": {**_LATENT, "norm_topk_prob": True},
 }  # fmt: skip

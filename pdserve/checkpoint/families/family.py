@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdserve.checkpoint.families.parts import layer_shapes
@@ -19,7 +19,8 @@ class TensorNames:
     layer: the name of each part of a layer (`parts.py`), with {layer} in place of the layer's number and {expert} in place of
     the expert's. Parts of one name are rows of one tensor, in the order in which `layer_shapes` lists them. A family lists
     all parts that any layer of it may have. ignored: endings of names that a checkpoint may have and that nothing reads.
-    later: beginning of such names, with {layer} in place of the number of layers.
+    later: beginning of such names, with {layer} in place of the number of layers. beside: beginnings of such names, those of
+    parts beside the language model.
     """
 
     embedding: str
@@ -28,12 +29,19 @@ class TensorNames:
     head: str
     ignored: tuple[str, ...] = ()
     later: str | None = None
+    beside: tuple[str, ...] = ()
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         """Return True for a tensor that a checkpoint of this model may have and that nothing reads."""
         if self.later is not None and name.startswith(self.later.format(layer=len(spec.layers))):
             return True
-        return name.endswith(self.ignored)
+        return name.endswith(self.ignored) or name.startswith(self.beside)
+
+    def under(self, prefix: str, beside: tuple[str, ...]) -> TensorNames:
+        """Return the names in a model that has this one as a part. beside: beginnings of the names of its other parts."""
+        layer = {part: prefix + name for part, name in self.layer.items()}
+        embedding, norm, head = prefix + self.embedding, prefix + self.norm, prefix + self.head
+        return replace(self, layer=layer, beside=beside, embedding=embedding, norm=norm, head=head)
 
     def of(self, part: str, layer: int, expert: int | None = None) -> str:
         """Return the name of a part of a layer, or of one of its experts."""

@@ -1,7 +1,8 @@
 """The families Gemma 2 and Gemma 3: norms before and after attention and MLP, local and global layers, bounded scores.
 
 Norms add one to their weights, the embedding is multiplied by the root of its width, and Gemma 3 norms queries and keys by
-head. Local layers have a window, and in Gemma 3 frequencies of their own.
+head. Local layers have a window, and in Gemma 3 frequencies of their own. Models that take images as well are read as their
+language model alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from pdserve.core.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpe
 _DEFAULTS: Final = {"tie_word_embeddings": True, "query_pre_attn_scalar": 256, "head_dim": 256}
 _THETAS: Final = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
 """The thetas of Gemma 3's global and local layers outside of `rope_parameters`, with their defaults."""
+TEXT_DEFAULTS: Final = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+"""What `text_config` of published models with images leaves out: the defaults of transformers' `Gemma3TextConfig`."""
 _READS: Final = ("attention_bias", "sliding_window", "sliding_window_pattern", "layer_types", "final_logit_softcapping")
 _LAYER: Final = {
     "post_attention_norm": "model.layers.{layer}.post_attention_layernorm.weight",
@@ -53,6 +59,20 @@ def read_gemma3(config: Mapping[str, Any]) -> ModelSpec:
     spec = _base({**config, "rope_parameters": None, "rope_scaling": None})
     spec = attending(spec, windows_of(config, lambda layer: (layer + 1) % pattern > 0), qk_norm=spec.norm)
     return replace(spec, layers=tuple(_turned(layer, *ropes) for layer in spec.layers))
+
+
+def read_gemma3_text(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of the language model inside a model that also takes images. See `Family.read` for the errors.
+
+    `final_logit_softcapping` is refused, because the reference has the setting and does not use it.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config must be an object, got {text!r:.100}")
+    check_settings({name: value for name, value in config.items() if name != "text_config"})
+    check_settings({"final_logit_softcapping": text.get("final_logit_softcapping")})
+    tied = config.get("tie_word_embeddings")
+    return read_gemma3({**TEXT_DEFAULTS, **({} if tied is None else {"tie_word_embeddings": tied}), **text})
 
 
 def _gated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +121,12 @@ def _turned(layer: LayerSpec, full: RopeSpec, sliding: RopeSpec) -> LayerSpec:
 GEMMA2: Final = Family("Gemma2ForCausalLM", read_gemma2, replace(NAMES, layer={**NAMES.layer, **_LAYER}))
 GEMMA3: Final = Family("Gemma3ForCausalLM", read_gemma3, replace(NAMES, layer={**NAMES.layer, **_LAYER, **_QK_NORMS}))
 
+GEMMA3_IMAGES: Final = Family(
+    "Gemma3ForConditionalGeneration",
+    read_gemma3_text,
+    GEMMA3.tensors.under("language_model.", beside=("vision_tower.", "multi_modal_projector.")),
+)
+
 
 def gemma2() -> Family:
     """Return the family Gemma 2."""
@@ -110,3 +136,8 @@ def gemma2() -> Family:
 def gemma3() -> Family:
     """Return the family Gemma 3."""
     return GEMMA3
+
+
+def gemma3_images() -> Family:
+    """Return the family Gemma 3 with images, of which only the language model is read."""
+    return GEMMA3_IMAGES

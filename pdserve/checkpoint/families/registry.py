@@ -20,6 +20,7 @@ FAMILIES: Final = {
     "MixtralForCausalLM": "pdserve.checkpoint.families.mixtral:family",
     "Gemma2ForCausalLM": "pdserve.checkpoint.families.gemma:gemma2",
     "Gemma3ForCausalLM": "pdserve.checkpoint.families.gemma:gemma3",
+    "Gemma3ForConditionalGeneration": "pdserve.checkpoint.families.gemma:gemma3_images",
     "DeepseekV2ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v2",
     "DeepseekV3ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v3",
 }

@@ -19,7 +19,7 @@ from pdserve.checkpoint.progress import Progress, silent
 from pdserve.checkpoint.shards import size_bytes, write_shards
 from pdserve.core.errors import ConfigError
 
-CONVERTER_VERSION: Final = 1  # raise it when the converter's output changes, so that old copies are not used any more
+CONVERTER_VERSION: Final = 2  # raise it when the converter's output changes, so that old copies are not used any more
 
 _QUANTISATION_SUFFIX: Final = re.compile(r"[.\-_](?:IQ|Q|TQ)\d\w*$|[.\-_](?:BF|F|FP)(?:16|32)$", re.IGNORECASE)
 

@@ -52,16 +52,20 @@ def _merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]
 
     Two pairs that make the same piece can overlap: "ab" "a" and "a" "ba" in "ab" "a" "ba". Then the left pair must win. It is
     the one whose right half also begins the piece, so such pairs come before others of that piece.
+
+    All runs of spaces of Llama 2 and Mistral have one score. Among equal scores the leftmost pair wins, whatever it makes, so a
+    run grows from its left end. A list that has longer pieces first does the same: what has grown goes on before a new piece
+    begins.
     """
     scored = zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
     pieces = {token: score for token, kind, score in scored if kind == NORMAL}
     ranked = [
-        (-score, not token.startswith(token[cut:]), token[:cut], token[cut:])
+        (-score, -len(token), not token.startswith(token[cut:]), token[:cut], token[cut:])
         for token, score in pieces.items()
         for cut in range(1, len(token))
         if token[:cut] in pieces and token[cut:] in pieces
     ]
-    return [(left, right) for _, _, left, right in sorted(ranked)]
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
 def _normalizer(prefix: bool) -> normalizers.Normalizer:

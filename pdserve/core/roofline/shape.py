@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.model_spec import Attention, MlaSpec, Mlp, ModelSpec, MoeSpec
 
 
@@ -109,6 +110,20 @@ class ModelShape:
         return sum(
             layer.attention.kv_numbers * count * min(tokens, layer.attention.window or tokens) for layer, count in self.layers
         )
+
+    def held_numbers(self, sequences: int, tokens: int, *, step_tokens: int, block_size: int) -> int:
+        """Return the numbers of KV that so many sequences of `tokens` tokens hold while they run together, at most.
+
+        A layer with a window holds what its engine reserves for them, `KvGroup.most_useful`: whole blocks of each window, and
+        the blocks of a step of `step_tokens`.
+        """
+        numbers = 0
+        for layer, count in self.layers:
+            group = KvGroup((0,), ((1, 2),), block_size, "float32", layer.attention.window)  # only its window matters
+            most = group.most_useful(sequences, step_tokens)
+            held = sequences * tokens if most is None else min(sequences * tokens, most * block_size)
+            numbers += layer.attention.kv_numbers * count * held
+        return numbers
 
 
 def _attention(spec: Attention, hidden: int) -> AttentionShape:

@@ -36,6 +36,8 @@ class KvPool:
             raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {spec.block_bytes} B")
         self.tokens = spec.pool_tokens(sizes)
         """The tokens that the pool holds."""
+        self.longest = spec.longest_tokens(sizes)
+        """The tokens of the longest sequence that it takes. None: it takes those of any length."""
         pairs = zip(spec.groups, sizes, strict=True)
         self.caches = tuple(KvCache(group, count * group.block_bytes, device, dtype) for group, count in pairs)
         """The memory of each group, in the order of the groups."""

@@ -172,7 +172,7 @@ class NativeDecoder:
 
     def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """Draw a token for each of `rows` in compiled code; see `Samples` of models.api."""
-        packed = PackedRows(rows, specs)
+        packed = PackedRows(rows, specs, self._vocab)
         _done(
             self._library.pdserve_model_sample(
                 self._model, self.threads, logits.data_ptr(), packed.address, len(rows), packed.ids_address

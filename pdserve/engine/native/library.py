@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 9  # PDSERVE_ABI of abi.h
+ABI: Final = 10  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -82,7 +82,7 @@ class Step(Structure):
 
 # `PdRow` of abi.h in two parts; the second may stay zero. A packed row takes a quarter of the time of a ctypes structure.
 ROW_DRAW: Final = Struct("@qqdddQQ")  # row, top_k, temperature, top_p, min_p, seed, index
-ROW_MORE: Final = Struct("@PPqPPqdddPqPPq")  # bias, seen, penalties, banned, logprobs
+ROW_MORE: Final = Struct("@PPqPPqdddPqPPqP")  # bias, seen, penalties, banned, logprobs, mask
 ROW_BYTES: Final = ROW_DRAW.size + ROW_MORE.size
 
 

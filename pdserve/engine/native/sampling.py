@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 
+import numpy as np
+
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec
 from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
@@ -19,8 +21,10 @@ _NO_LOGPROBS: _Part = (0, 0, 0)
 class PackedRows:
     """The `PdRow` structures of one call. This object keeps all memory alive that they point to."""
 
-    def __init__(self, rows: list[int], specs: list[SampleSpec]) -> None:
-        """Pack one structure for each row. specs[i] says how to draw a token from row rows[i] of the logits."""
+    def __init__(self, rows: list[int], specs: list[SampleSpec], vocab_size: int) -> None:
+        """Pack one structure for each row. specs[i] says how to draw a token from row rows[i] of the logits, which has
+        `vocab_size` numbers."""
+        self._mask_bytes = 2 * -(-vocab_size // 16)  # compiled code reads 16 bits at once
         self._rows = bytearray(ROW_BYTES * len(rows))
         self._ids = array("i", bytes(4 * len(rows)))
         self._kept: list[object] = []
@@ -31,7 +35,7 @@ class PackedRows:
                 self._rows, i * ROW_BYTES, row, params.top_k, params.temperature, params.top_p, params.min_p, params.seed,
                 spec.output_index,
             )  # fmt: skip
-            if spec.edits is not None or spec.banned_ids or params.logprobs is not None:
+            if spec.edits is not None or spec.banned_ids or params.logprobs is not None or spec.grammar is not None:
                 self._pack_more(i, spec)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._rows))
         self.ids_address = self._ids.buffer_info()[0]
@@ -53,7 +57,9 @@ class PackedRows:
             seen = (edits.seen_ids.buffer_info()[0], *edits.output_counts.buffer_info())
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         banned, logprobs = self._banned(spec), self._logprobs(i, params.logprobs)
-        ROW_MORE.pack_into(self._rows, i * ROW_BYTES + ROW_DRAW.size, *bias, *seen, *penalties, *banned, *logprobs)
+        ROW_MORE.pack_into(
+            self._rows, i * ROW_BYTES + ROW_DRAW.size, *bias, *seen, *penalties, *banned, *logprobs, self._mask(spec)
+        )
 
     def _banned(self, spec: SampleSpec) -> _Part:
         if not spec.banned_ids:
@@ -61,6 +67,16 @@ class PackedRows:
         banned = array("i", spec.banned_ids)
         self._kept.append(banned)
         return banned.buffer_info()
+
+    def _mask(self, spec: SampleSpec) -> int:
+        """Return the address of the mask of the spec's grammar, or 0. A grammar that has failed allows no token."""
+        if spec.grammar is None:
+            return 0
+        mask = spec.grammar.mask()
+        bits = np.frombuffer(bytes(self._mask_bytes) if mask is None else mask, np.uint8)
+        assert len(bits) >= self._mask_bytes
+        self._kept.append(bits)
+        return int(bits.__array_interface__["data"][0])  # a fifth of the time of `bits.ctypes.data`
 
     def _logprobs(self, i: int, tops: int | None) -> _Part:
         if tops is None:

@@ -42,7 +42,7 @@ class Room:
         """Tell whether a waiting sequence can have its blocks now."""
         tokens = len(seq.tokens)
         hashes = self._prefix.hashes(seq.chain, seq.tokens, tokens - 1)
-        return self._pool.fits(self.blocks_for(tokens), hashes, prefill=self.prefill(tokens, seq.kind))
+        return self._pool.shortage(self.blocks_for(tokens), hashes, prefill=self.prefill(tokens, seq.kind)) is None
 
     def awaited(self, waiting: Iterable[Sequence]) -> list[int]:
         """Return how many blocks of each group waiting sequences need together. Prefixes that are here do not count."""

@@ -29,6 +29,7 @@ from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
@@ -83,12 +84,10 @@ class Scheduler:
         prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
         `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can.
         """
-        assert pool.longest_table is None or max_model_len <= pool.longest_table * layout_block_size, (
-            "it must fit an empty pool"
-        )
+        longest = pool.longest_table
+        assert longest is None or max_model_len <= longest * layout_block_size, "it must fit an empty pool"
         assert max_model_len >= 1
-        assert max_num_seqs >= 1
-        assert max_num_batched_tokens >= 1
+        assert min(max_num_seqs, max_num_batched_tokens) >= 1
         self._pool = pool
         self._block_size = layout_block_size
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -99,6 +98,7 @@ class Scheduler:
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
         self._room = Room(pool, self.prefix, layout_block_size, max_num_batched_tokens)
         self.rates = StepRates()
+        self.shortage: Shortage | None = None  # the KV group that had no room when `reserve` was last asked
         self._arrivals = 0
         self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
         self._steps = 0  # steps planned so far
@@ -149,7 +149,8 @@ class Scheduler:
         limit, arriving = (len(tokens) - 1, 0) if local_prefill else (len(tokens), len(tokens))
         hashes = self.prefix.hashes(chain, tokens, limit)
         spare, prefill = self._room.awaited(self._waiting), self._room.prefill(len(tokens), kind) if local_prefill else None
-        if self.num_live >= self._slots or not self._pool.fits(count, hashes, spare=spare, arriving=arriving, prefill=prefill):
+        self.shortage = self._pool.shortage(count, hashes, spare=spare, arriving=arriving, prefill=prefill)
+        if self.num_live >= self._slots or self.shortage is not None:
             return None
         seq = self._new(seq_id, spec, kind, resumed, chain)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)

@@ -29,12 +29,26 @@ class Reserved(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class NoRoom(_message.Message):
-    __slots__ = ("handle", "blocks_needed")
+    __slots__ = ("handle", "blocks_needed", "shortage")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     blocks_needed: int
-    def __init__(self, handle: _Optional[int] = ..., blocks_needed: _Optional[int] = ...) -> None: ...
+    shortage: KvShortage
+    def __init__(self, handle: _Optional[int] = ..., blocks_needed: _Optional[int] = ..., shortage: _Optional[_Union[KvShortage, _Mapping]] = ...) -> None: ...
+
+class KvShortage(_message.Message):
+    __slots__ = ("group", "blocks_needed", "blocks_free", "window")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    blocks_needed: int
+    blocks_free: int
+    window: int
+    def __init__(self, group: _Optional[int] = ..., blocks_needed: _Optional[int] = ..., blocks_free: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("handle", "lease_id", "ticket")

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateBatch = channel.unary_stream(
+                '/pdserve.rpc.v1.Inference/GenerateBatch',
+                request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/pdserve.rpc.v1.Inference/Cancel',
                 request_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -72,8 +77,17 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateBatch(self, request, context):
+        """Runs several requests, up to 256 with at most 256 choices together. Their answers come as they are ready, so those of
+        different requests are mixed. A request that is wrong or fails gets an error of its own, and the others go on. Cancelling
+        the call cancels all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
-        """Cancels a request, from any connection. The answer is OK with found = false if no such request runs or the token is
+        """Cancels a request with all its choices, from any connection. The answer is OK with found = false if no such request runs or the token is
         not the request's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -108,6 +122,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -157,6 +176,33 @@ class Inference:
             '/pdserve.rpc.v1.Inference/Generate',
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.rpc.v1.Inference/GenerateBatch',
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchRequest.SerializeToString,
+            pdserve_dot_rpc_dot_v1_dot_inference__pb2.GenerateBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams, uniform
-from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.step_plan import NO_TOKEN, SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
@@ -198,12 +199,45 @@ def test_compiled_tokens_equal_the_torch_samplers_in_a_vocabulary_of_no_round_si
     assert shape.vocab % 16
     model = library.load().pdserve_model_new(ctypes.byref(shape), None)
     specs = [SampleSpec(SamplingParams(seed=i, top_p=0.9, logprobs=20), i) for i in range(3)]
-    packed = PackedRows(list(range(3)), specs)
+    greedy = [SampleSpec(SamplingParams(temperature=0.0), i) for i in range(3)]
+    masks = [_Mask(i, wide.shape[1]) for i in range(6)]
+    specs += [SampleSpec(one.params, one.output_index, grammar=m) for one, m in zip(specs + greedy, masks, strict=True)]
+    rows = torch.cat([wide, wide, wide])
+    drawn = rows.clone()
+    packed = PackedRows(list(range(9)), specs, wide.shape[1])
     try:
-        assert library.load().pdserve_model_sample(model, 2, wide.data_ptr(), packed.address, 3, packed.ids_address) == 1
+        assert library.load().pdserve_model_sample(model, 2, drawn.data_ptr(), packed.address, 9, packed.ids_address) == 1
     finally:
         library.load().pdserve_model_free(model)
-    assert packed.taken() == sample(wide.clone(), specs)
+    taken = packed.taken()
+    assert taken == sample(rows, specs)
+    assert taken[3:6] != taken[:3]
+    assert all(mask.allows(token_id) for mask, (token_id, _) in zip(masks, taken[3:], strict=True))
+
+
+class _Mask:
+    """A grammar in which a random tenth of the ids may come next."""
+
+    failure = None
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        allowed = np.random.default_rng(seed).random(vocab_size) < 0.1
+        self._bits = np.packbits(allowed, bitorder="little")
+
+    def mask(self) -> bytes:
+        return bytes(self._bits) + bytes(3)
+
+    def allows(self, token_id: int) -> bool:
+        return bool(self._bits[token_id // 8] >> token_id % 8 & 1)
+
+
+def test_a_grammar_that_has_failed_gets_no_token_of_compiled_code(tiny_runner):
+    class Failed(_Mask):
+        def mask(self) -> None:
+            return None
+
+    specs = [SampleSpec(SamplingParams(temperature=t), 0, grammar=Failed(0, 512)) for t in (0.0, 1.0)]
+    assert tiny_runner._model._sample(torch.randn(2, 512), [0, 1], specs) == [(NO_TOKEN, None)] * 2
 
 
 @settings(max_examples=50, deadline=None)

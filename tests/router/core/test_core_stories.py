@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
+from pdserve.core.kv_layout import Shortage
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
@@ -190,6 +191,23 @@ def test_the_ledger_keeps_what_would_not_fit_in_the_queue() -> None:
     stage.assert_empty()
 
 
+@pytest.mark.parametrize(("held", "bound"), [(24, ["first", "second"]), (0, ["first"])])
+def test_the_ledger_charges_a_request_no_more_than_the_windows_of_its_layers_hold(held: int, bound: list[str]) -> None:
+    """Two requests of 300 tokens go to a pool of 64, if each holds at most 24 of them at once. One of two workers that does not
+    say so counts for both."""
+    stage = Stage()
+    decode = stage.join("decode-0", Role.DECODE, max_model_len=400, held_tokens=24)
+    other = stage.join("decode-1", Role.DECODE, max_model_len=100, held_tokens=held)
+    stage.submit("first", prompt_len=290, max_tokens=5)
+    stage.submit("second", prompt_len=290, max_tokens=5)
+    assert [stage.request_of(e) for e in sent(stage, ev.SendBind)] == bound
+    assert {e.link for e in sent(stage, ev.SendBind)} == {decode.link}
+    stage.leave(other)
+    stage.run()
+    assert [outcome.ended for outcome in stage.outcomes.values()] == [["done"], ["done"]]
+    stage.assert_empty()
+
+
 def test_after_no_room_a_worker_is_asked_again_when_it_shows_room() -> None:
     stage = Stage()
     decode = stage.join("decode-0", Role.DECODE)
@@ -205,6 +223,29 @@ def test_after_no_room_a_worker_is_asked_again_when_it_shows_room() -> None:
     assert outcome.report is not None
     assert outcome.report.binds == 2
     stage.assert_empty()
+
+
+def test_a_request_that_times_out_without_room_says_which_kv_group_lacked_it() -> None:
+    """(1) The only decode worker names its full group. (2) The story of the request has it, and so has its last error. (3) A
+    request that got room later fails without it."""
+    stage = Stage()
+    decode = stage.join("decode-0", Role.DECODE)
+    outcome, later = stage.submit("r", deadline_s=3.0), stage.submit("later", deadline_s=3.0)
+    for bind in sent(stage, ev.SendBind):
+        decode.upward.clear()
+        decode.jobs.clear()
+        stage.tell(ev.NoRoom(decode.link, bind.work.handle, 9, Shortage(1, 70, 12, window=1024)))
+    said = "KV group 1 (a window of 1,024 tokens) needs 70 blocks and has 12"
+    story = stage.core.stories_of("r")[0]
+    assert dict(next(entry for entry in story.entries if entry.kind == "no_room").fields)["shortage"] == said
+    stage.heartbeat(decode, free=16)
+    binds = {stage.request_of(bind): bind.work.handle for bind in sent(stage, ev.SendBind)}
+    stage.tell(ev.Reserved(decode.link, binds[RequestId("later")]))
+    stage.now_s = 3.5
+    stage.tell(ev.Tick())
+    assert str(outcome.error) == f"deadline_s of 3 s passed while binding; decode-0 has no room: {said}"
+    assert isinstance(later.error, DeadlineExceeded)
+    assert "room" not in str(later.error)
 
 
 def test_a_prefill_pool_that_empties_during_the_bind_leads_to_colocation() -> None:

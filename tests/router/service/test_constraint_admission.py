@@ -1,9 +1,10 @@
-"""No worker ignores a constraint: the router refuses what does not compile, and sends nothing to a worker without grammars."""
+"""No worker ignores a field: the router refuses constraints that do not compile, and what an older worker would not follow."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +15,14 @@ from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
-from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, TEXT_LINK_VERSION, Role, newest_field
+from pdserve.core.worker import (
+    CONSTRAINT_LINK_VERSION,
+    LINK_VERSIONS,
+    SPEC_LINK_VERSIONS,
+    TEXT_LINK_VERSION,
+    Role,
+    newest_field,
+)
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
@@ -40,24 +48,33 @@ class Sent:
         self.bodies.append("hang up")
 
 
-@pytest.mark.parametrize("version", [CONSTRAINT_LINK_VERSION - 1, LINK_VERSIONS.newest])
-def test_a_worker_that_would_ignore_a_constraint_is_not_sent_it(version: int) -> None:
-    """It has linked after the request was admitted. Its work without a constraint goes on."""
+def _with(field: str) -> RequestSpec:
+    """Return a request that sets this field."""
+    options: dict[str, Any] = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    sampling = SamplingParams(max_tokens=3, **({field: options[field]} if field in options else {}))
+    return RequestSpec((1, 2), sampling, constraint=None if field in options else Constraint(ConstraintKind.REGEX, "a+"))
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize(("field", "since"), [(field, since) for field, since, _ in SPEC_LINK_VERSIONS])
+def test_a_worker_that_would_ignore_a_field_is_not_sent_it(field: str, since: int, newest: bool) -> None:
+    """It has linked after the request was admitted. Its work without the field goes on."""
+    version = LINK_VERSIONS.newest if newest else since - 1
+    assert newest_field(_with(field)) == (field, since)
 
     async def story() -> None:
         links = Sent()
         made = RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)  # type: ignore[arg-type]
         fingerprint = tiny_model().card.fingerprint
         made.tell(ev.WorkerJoined(ev.LinkId(1), hello("d", Role.DECODE, model_fingerprint=fingerprint, link_version=version)))
-        for name, constraint in (("free", None), ("bound", Constraint(ConstraintKind.REGEX, "a+"))):
-            spec = RequestSpec((1, 2), SamplingParams(max_tokens=3), constraint=constraint)
+        for name, spec in (("free", RequestSpec((1, 2), SamplingParams(max_tokens=3))), ("bound", _with(field))):
             made._start(ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf))
         told = [made._core.requests.get(RequestId(name)) for name in ("free", "bound")]
         assert None not in told
         for _ in range(20):
             made._tick()
             await asyncio.sleep(0)
-        assert links.bodies.count("bind") == (1 if version < CONSTRAINT_LINK_VERSION else 2)
+        assert links.bodies.count("bind") == (2 if newest else 1)
         await made.close()
 
     asyncio.run(story())

@@ -23,7 +23,7 @@ def test_a_client_that_stops_reading_at_the_last_delta_stalls_too() -> None:
 
     async def story() -> None:
         released: list[BufferedGeneration] = []
-        generation = BufferedGeneration("r", 1, released.append)
+        generation = BufferedGeneration("r", (1,), released.append)
         generation.push(LAST)
         assert await anext(generation) == LAST
         stalls = [generation.stalls(now_s=now_s, limit_s=LIMIT_S) for now_s in (0.0, 1.0, 1.0 + LIMIT_S)]
@@ -36,7 +36,7 @@ def test_a_client_that_stops_reading_at_the_last_delta_stalls_too() -> None:
 
 def test_a_client_that_waits_for_the_next_delta_does_not_stall() -> None:
     async def story() -> None:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         generation.push(Delta(0, (7,), "a", None))
         await anext(generation)
         waiting = asyncio.ensure_future(anext(generation))
@@ -55,7 +55,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3), st.integers(
 @given(pieces=PIECES, logprobs=st.booleans())
 def test_what_piles_up_is_given_out_as_one_and_nothing_is_lost(pieces: list[tuple[int, str, int]], logprobs: bool) -> None:
     async def story() -> None:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         taken: list[Delta] = []
         pushed: list[Delta] = []
         for number, (count, text, times) in enumerate(pieces):
@@ -84,7 +84,7 @@ def test_what_piles_up_is_given_out_as_one_and_nothing_is_lost(pieces: list[tupl
 
 def test_deltas_with_logprobs_are_not_joined() -> None:
     async def story() -> None:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         for index in range(3):
             generation.push(Delta(index, (index,), "a", None, (TokenLogprobs(-0.5, ()),)))
         assert [len((await anext(generation)).ids) for _ in range(3)] == [1, 1, 1]
@@ -100,7 +100,7 @@ def test_each_delta_goes_to_the_taker_or_to_the_task_in_order(turns: list[tuple[
     """In each turn some deltas come, the taker is willing or not (or raises), and the task is slow or not."""
 
     async def story() -> None:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         willing = slow = False
         got: list[Delta] = []
 
@@ -146,7 +146,7 @@ def test_a_step_of_many_requests_costs_one_wake_up() -> None:
     async def story() -> None:
         deliveries = Deliveries()
         loop = asyncio.get_running_loop()
-        generations = [BufferedGeneration(str(n), 1, lambda _: None, deliveries) for n in range(5)]
+        generations = [BufferedGeneration(str(n), (1,), lambda _: None, deliveries) for n in range(5)]
         taken: list[tuple[int, Delta]] = []
         tasks = [asyncio.ensure_future(anext(generation)) for generation in generations]
         await asyncio.sleep(0)
@@ -172,7 +172,7 @@ def test_a_step_of_many_requests_costs_one_wake_up() -> None:
 
 def test_a_client_whose_taker_takes_does_not_stall() -> None:
     async def story() -> None:
-        generation = BufferedGeneration("r", 1, lambda _: None)
+        generation = BufferedGeneration("r", (1,), lambda _: None)
         waiting = asyncio.ensure_future(anext(generation))
         await asyncio.sleep(0)
         generation.take_by(lambda _: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from router.core.registry import Registry
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
 from testkit.fake_worker import DECODE, PREFILL
+from testkit.random_models import write_random
 
 from ..core_peers import FINGERPRINT, hello
 from ..local_cluster import LocalCluster, generate_request, local_cluster, read_answer, right_ids, tiny_model
@@ -49,6 +51,14 @@ def test_a_pool_that_only_its_workers_know_is_limited_by_the_model_until_they_jo
     known = EngineConfig(model="tiny", device="cuda", kv_cache_memory=3 * block)
     assert ServedModel.load(known).max_model_len == 48
     assert ServedModel.load(dataclasses.replace(known, device="cpu", kv_cache_memory=2 * block)).max_model_len == 32
+
+
+def test_a_pool_of_a_model_with_windows_is_limited_by_the_model_until_its_workers_join(tmp_path: Path) -> None:
+    """The router does not know how large the pools of its groups are, so it must refuse nothing that a worker would take."""
+    write_random(tmp_path, "mistral")
+    small = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", kv_cache_memory=1 << 17)
+    assert ServedModel.load(small).max_model_len == 2048
+    assert ServedModel.load(dataclasses.replace(small, max_model_len=99)).max_model_len == 99
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(100, 200), (200, 100)])

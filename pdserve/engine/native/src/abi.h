@@ -93,9 +93,10 @@ struct PdRow {
     float *logprobs;                          // [1 + tops]: of the drawn token, then of the likeliest ids; null when not wanted
     int32_t *top_ids;                         // [tops], the likeliest ids; tops is at most the vocabulary
     int64_t tops;
+    const uint8_t *mask;                      // [vocab] bits, rounded up to 16, the lowest first: the ids that may be drawn; null: all
 };
 
-#define PDSERVE_ABI 9  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 10  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.

@@ -1,7 +1,8 @@
-// The steps from a row of logits to its token: log-probabilities, bias, penalties, bans, and the draw.
+// The steps from a row of logits to its token: log-probabilities, bias, penalties, bans, the mask, and the draw.
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "draw.h"
 
@@ -58,7 +59,37 @@ inline void edit(float* logits, long count, const PdRow& how) {
         if (known(how.banned_ids[i])) logits[how.banned_ids[i]] = -std::numeric_limits<float>::infinity();
 }
 
-// Remembers the logits that `edit` will change.
+// Returns which of the ids from i on a mask allows.
+inline __mmask16 allowed_lanes(const uint8_t* mask, long i, long count) {
+    uint16_t allowed;
+    std::memcpy(&allowed, mask + i / 8, sizeof allowed);
+    return __mmask16(allowed) & first_lanes(count - i);
+}
+
+// Makes all ids impossible that a mask does not allow.
+inline void apply_mask(float* logits, long count, const uint8_t* mask) {
+    const __m512 impossible = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    for (long i = 0; i < count; i += kLanes)
+        _mm512_mask_storeu_ps(logits + i, __mmask16(~allowed_lanes(mask, i, count)) & first_lanes(count - i), impossible);
+}
+
+// Returns the lowest id of the largest logit that a mask allows. It reads only these logits: a mask often allows few ids.
+inline int32_t best_allowed(const float* logits, long count, const uint8_t* mask) {
+    float best = -std::numeric_limits<float>::infinity();
+    int32_t id = kNoToken;
+    for (long i = 0; i < count; i += kLanes) {
+        const __mmask16 lanes = allowed_lanes(mask, i, count);
+        if (!lanes) continue;
+        const __m512 x = _mm512_maskz_loadu_ps(lanes, logits + i);
+        const __mmask16 higher = _mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(best), _CMP_GT_OQ);
+        if (!higher) continue;
+        best = _mm512_mask_reduce_max_ps(higher, x);
+        id = int32_t(i + __builtin_ctz(_mm512_mask_cmp_ps_mask(higher, x, _mm512_set1_ps(best), _CMP_EQ_OQ)));
+    }
+    return std::isfinite(best) ? id : kNoToken;
+}
+
+// Remembers the logits that `edit` will change. A mask changes none of an id that can be drawn.
 inline void remember(const float* logits, long count, const PdRow& how, std::vector<Candidate>& before) {
     before.clear();
     const auto keep = [&](const int32_t* ids, long size) {
@@ -72,6 +103,10 @@ inline void remember(const float* logits, long count, const PdRow& how, std::vec
 
 inline int32_t choose(float* logits, long count, const PdRow& how, DrawScratch& s) {
     edit(logits, count, how);
+    if (how.mask != nullptr) {
+        if (!(how.temperature > 0)) return best_allowed(logits, count, how.mask);
+        apply_mask(logits, count, how.mask);
+    }
     return how.temperature > 0 ? draw(logits, count, how, s) : best_of(logits, count);
 }
 

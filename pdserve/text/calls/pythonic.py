@@ -1,0 +1,97 @@
+"""The form of calls as a list of Python calls, as Llama 4 and Gemma write it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any, Final
+
+from pdserve.text.calls.machine import MAX_DEPTH, CallMachine, Malformed, Steps
+
+MAX_CHARS: Final = 1 << 16  # of one list; a longer one is content
+
+
+class Pythonic(CallMachine):
+    """A list of calls with named arguments, where the output begins or after the mark. It is told when the list has ended."""
+
+    mark = "<|python_start|>"
+
+    def at_start(self) -> Steps:
+        """Implements `CallMachine.at_start`."""
+        if self._char == "[":
+            yield from self._list()
+
+    def calls(self) -> Steps:
+        """Implements `CallMachine.calls`."""
+        yield from self.blanks()
+        yield from self._list()
+        yield from self.expect("<|python_end|>")
+        self._read.clear()
+
+    def _list(self) -> Steps:
+        begin = len(self._read)
+        yield from self._balanced()
+        called = python_calls("".join(self._read[begin:]))
+        for name, _ in called:
+            self._known(name)
+        if self._left is not None and len(called) > self._left:  # one list is told as a whole or not at all
+            raise Malformed
+        for name, arguments in called:
+            self.whole(name, arguments)
+
+    def _balanced(self) -> Steps:
+        """Read a bracket and all up to the one that closes it. Brackets in strings do not count."""
+        yield from self.expect("[")
+        depth, chars = 1, 1
+        while depth:
+            chars += 1
+            if not self._char or chars > MAX_CHARS or depth > MAX_DEPTH:
+                raise Malformed
+            if self._char in "'\"":
+                yield from self._quoted()
+                continue
+            depth += (self._char in "[({") - (self._char in "])}")
+            yield from self.step()
+
+    def _quoted(self) -> Steps:
+        quote = self._char
+        yield from self.step()
+        while self._char != quote:
+            if not self._char:
+                raise Malformed
+            if self._char == "\\":
+                yield from self.step()
+            if self._char:
+                yield from self.step()
+        yield from self.step()
+
+
+def python_calls(text: str) -> list[tuple[str, str]]:
+    """Return the name and the arguments, as JSON, of each call in a list. Raises `Malformed` for any other text."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise Malformed
+        return [_call(element) for element in tree.elts]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as exc:
+        raise Malformed from exc
+
+
+def _call(node: ast.expr) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise Malformed
+    values: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in values:
+            raise Malformed
+        values[keyword.arg] = ast.literal_eval(keyword.value)
+    return _name(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _name(node: ast.expr) -> str:
+    """Return a name, which may have dots."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    raise Malformed

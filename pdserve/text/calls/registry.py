@@ -1,0 +1,78 @@
+"""The parsers by name, and the one that a chat template asks for. The names are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.text.calls.forms import DeepseekV3, Granite, Hermes, Llama3Json, Mistral
+from pdserve.text.calls.machine import CallMachine
+from pdserve.text.calls.pythonic import Pythonic
+from pdserve.text.calls.reasoning import CLOSE, OPEN
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+REASONING_MARKS: Final = (OPEN, CLOSE)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """One form of calls. `sign` is a text that only templates of this form have, and `marks` are all marks of the form."""
+
+    machine: type[CallMachine]
+    sign: str
+    marks: tuple[str, ...]
+    id_chars: int = 0
+    """Ids of calls have so many letters and digits, because the family's template takes no others. 0: ids are of any form."""
+
+
+CALL_FORMS: Final[dict[str, CallForm]] = {
+    "hermes": CallForm(Hermes, "<tool_call>", ("<tool_call>", "</tool_call>")),
+    "mistral": CallForm(Mistral, "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9),
+    "deepseek_v3": CallForm(
+        DeepseekV3,
+        "<｜tool▁calls▁begin｜>",
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
+    ),
+    "granite": CallForm(Granite, "<|tool_call|>", ("<|tool_call|>",)),
+    "pythonic": CallForm(Pythonic, "<|python_start|>", ("<|python_start|>", "<|python_end|>")),
+    "llama3_json": CallForm(Llama3Json, "<|python_tag|>", ("<|python_tag|>",)),
+}
+"""A template gets the first form whose sign it has."""
+
+REASONING_SIGNS: Final = {"qwen3": "enable_thinking", "deepseek_r1": OPEN}
+"""Parsers of reasoning. A template that has the tags gets the first one whose sign it has too. Both read the same form: the
+prompt says whether the output begins inside the tags."""
+
+
+def call_form(name: str, template: str | None) -> str:
+    """Return the name of the form for the setting `name`; empty: none. Raises `ConfigError` for a name that is unknown."""
+    if name == NONE:
+        return ""
+    if name != AUTO:
+        return _checked("router.tool_call_parser", name, CALL_FORMS)
+    return next((found for found, form in CALL_FORMS.items() if form.sign in (template or "")), "")
+
+
+def reasoning_form(name: str, template: str | None) -> str:
+    """Return the name of the parser of reasoning for the setting `name`; empty: none. Raises `ConfigError`."""
+    if name == NONE:
+        return ""
+    if name != AUTO:
+        return _checked("router.reasoning_parser", name, REASONING_SIGNS)
+    if template is None or OPEN not in template:
+        return ""
+    return next(found for found, sign in REASONING_SIGNS.items() if sign in template)
+
+
+def _checked(setting: str, name: str, known: dict[str, CallForm] | dict[str, str]) -> str:
+    if name not in known:
+        raise ConfigError(f"{setting} {name!r:.60} is none of {', '.join([AUTO, NONE, *known])}")
+    return name

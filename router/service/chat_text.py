@@ -1,0 +1,62 @@
+"""The text of a chat: what a client wrote becomes the variables of the chat template, as in transformers and vLLM. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.text.chat import ChatTemplate
+from router.api.request import ChatMessage, ChatPrompt, Tool
+
+
+def chat_chars(chat: ChatPrompt) -> int:
+    """Return the number of characters that a client wrote, about."""
+    messages = sum(
+        len(m.content or "") + len(m.reasoning) + sum(len(call.arguments) for call in m.calls) for m in chat.messages
+    )
+    return messages + sum(len(tool.parameters) + len(tool.description) for tool in chat.tools) + len(chat.variables)
+
+
+def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
+    """Render a chat. Raises `InvalidRequest` naming the field."""
+    text = template.render_chat(
+        [_message(message) for message in chat.messages],
+        [_tool(tool) for tool in chat.tools],
+        json.loads(chat.variables) if chat.variables else {},
+        add_generation_prompt=chat.add_generation_prompt,
+    )
+    return _cut_after(text, chat.messages[-1].content or "") if chat.continue_final_message else text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Return the text up to the end of the last message's content, which the model goes on with."""
+    place = text.rfind(content.strip())
+    if place < 0 or not content.strip():
+        raise InvalidRequest("the final message does not stand in the prompt as it is", field="continue_final_message")
+    return text[: place + len(content.strip())]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
+    if message.calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+            for call in message.calls
+        ]
+    if message.call_id:
+        made["tool_call_id"] = message.call_id
+    if message.name:
+        made["name"] = message.name
+    return made
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = json.loads(tool.parameters)
+    return {"type": "function", "function": function}
