@@ -30,7 +30,7 @@ class FakeGeneration:
     def __init__(self, api: FakeApi, request: GenerateInput) -> None:
         self.request_id = request.request_id or "made-by-router"
         self.prompt_len = max(1, len(request.prompt))
-        self.prompt_ids = tuple(range(7, 7 + self.prompt_len))
+        self.prompt_ids = tuple(range(self.prompt_len))
         self.closed = False
         self.finished = False
         self.failed = False
