@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
 from faultsim.router import SimRouter
 from pdserve.core.errors import Cancelled, PdserveError, ReplicaLost
-from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.sampling import SEED_LIMIT, Placement, SamplingParams
 from router.api.answer import Delta, Report
 from router.api.request import GenerateInput
 
 CALM_DEADLINE_S: Final = 20.0
+SIBLING_S: Final = 1e-6
+"""A front end submits the choices of a prompt one right after the other."""
 _STOPS: Final = ("ab", "b a", "é", "\n")
 
 
@@ -31,6 +33,7 @@ class Ask:
     placement: Placement | None = None
     priority: int = 0
     leaves_after_s: float | None = None  # the client cancels after this time; None: it stays
+    leader: str = ""  # the request of which this is another choice, by name
 
 
 @dataclass(slots=True)
@@ -116,6 +119,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         deadline_s=ask.deadline_s,
         placement=ask.placement,
         options={"priority": ask.priority},
+        leader=ask.leader,
     )
 
 
@@ -146,4 +150,27 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
         deadline_s=rng.uniform(0.02, 0.5) if hurried else CALM_DEADLINE_S,
         placement=rng.choice((None, None, None, Placement.COLOCATED, Placement.DISAGGREGATED)),
         leaves_after_s=rng.uniform(0.0, 0.6) if leaves else None,
+    )
+
+
+def with_siblings(asks: list[Ask], rng: random.Random, share: float, *, unruly: bool) -> list[Ask]:
+    """Let a share of the requests lead a group of two to four choices, each with the next seed. `unruly`: the client of some
+    siblings leaves, and some siblings come when their leader has gone on or has ended."""
+    groups = []
+    for ask in asks:
+        groups.append(ask)
+        if rng.random() < share:
+            lag_s = rng.choice((0.0, 0.0, 0.05, 1.0)) if unruly else 0.0
+            groups += [_sibling(ask, i, lag_s, rng, unruly=unruly) for i in range(1, rng.randint(2, 4))]
+    return groups
+
+
+def _sibling(ask: Ask, i: int, lag_s: float, rng: random.Random, *, unruly: bool) -> Ask:
+    return replace(
+        ask,
+        name=f"{ask.name}-{i}",
+        at_s=ask.at_s + i * SIBLING_S + lag_s,
+        params=replace(ask.params, seed=(ask.params.seed + i) % SEED_LIMIT),
+        leader=ask.name,
+        leaves_after_s=rng.uniform(0.0, 0.6) if unruly and rng.random() < 0.15 else None,
     )

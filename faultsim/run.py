@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
-from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask
+from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask, with_siblings
 from faultsim.engine import BLOCK_SIZE
 from faultsim.faults import (
     WORKERS,
@@ -83,7 +83,10 @@ def run_seed(seed: int) -> RunReport:
     shape = _with_window(shape, random.Random(f"{seed} window").choice(WINDOWS))
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
-    return simulate(seed, shape, plan, _with_priorities(asks, random.Random(f"{seed} priorities")), Census())
+    asks = _with_priorities(asks, random.Random(f"{seed} priorities"))
+    groups = random.Random(f"{seed} groups")
+    asks = with_siblings(asks, groups, groups.choice((0.0, 0.3)), unruly=True)
+    return simulate(seed, shape, plan, asks, Census())
 
 
 def run_with_slow_reads(seed: int) -> RunReport:

@@ -35,6 +35,9 @@ class Metrics:
         self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
         self._retries = Counter("pdserve_retries", "Attempts after the first, by reason.", ["reason"], registry=registry)
         self._rebinds = Counter("pdserve_rebinds", "Handoffs taken over by another decode worker.", registry=registry)
+        self._ignored = Counter(
+            "pdserve_http_ignored_fields", "Fields of JSON bodies that no API documents.", ["endpoint"], registry=registry
+        )
         self._broken = Counter("pdserve_router_invariant_failures", "Failed checks of the router.", registry=registry)
         self._policy_faults = Counter(
             "pdserve_placement_policy_faults",
@@ -77,6 +80,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count one request that was refused at submit. `reason` is an error code."""
         self._rejected.labels(reason).inc()
+
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        """Count fields of one body that were left out."""
+        self._ignored.labels(endpoint).inc(count)
 
     def invariant_broken(self) -> None:
         """Count one failed check of the router's invariants."""

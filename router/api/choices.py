@@ -12,7 +12,7 @@ from pdserve.core.sampling import SEED_LIMIT, SamplingParams
 from pdserve.core.structured.constraint import FIELD
 from router.api.answer import Generation
 from router.api.identity import draw_seed, new_request_id
-from router.api.request import GenerateInput
+from router.api.request import ChatPrompt, GenerateInput
 from router.api.router_api import RouterApi
 
 MAX_CHOICES: Final = IntRange(1, 128)
@@ -86,6 +86,8 @@ def check_beams(request: GenerateInput) -> None:
     for name, value in request.sampling.items():
         if name not in _FREE_IN_BEAMS and name in _NEUTRAL and value != _NEUTRAL[name]:
             raise InvalidRequest("is not allowed beside a beam search", field=name)
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.tools:
+        raise InvalidRequest("are not allowed beside a beam search, which reads no calls", field="tools")
     if request.constraint is not None:
         raise InvalidRequest("is not allowed beside a beam search", field=FIELD)
 

@@ -85,6 +85,9 @@ class RouterApi(Protocol):
     def model_info(self) -> ModelInfo:
         """Return what clients are told of the model."""
 
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        """Count fields of a body that no API documents, and that were left out. `endpoint` is one of a few fixed names."""
+
     def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""
 

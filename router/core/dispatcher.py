@@ -153,7 +153,7 @@ class Dispatcher:
         """Ask a decode worker to reserve all blocks of the request. A prefill worker is picked only after the reservation."""
         request.machine.move(_E.DECODE_PICKED)
         request.placement, request.placement_reason = placement, reason.value
-        request.prefill_worker = WorkerId("")
+        request.prefill_worker, request.beside = WorkerId(""), None
         request.story.note(
             now_s,
             StoryKind.PLACED,
@@ -191,7 +191,8 @@ class Dispatcher:
         return True
 
     def _send_bind(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:
-        self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request))
+        shared = self._placer.cached_tokens if request.placement_reason == Reason.SIBLING.value else 0  # charged to its leader
+        self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request) - shared)
         work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED

@@ -8,7 +8,7 @@ worker. An event about one request also carries a handle, which names one (reque
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol, TypeVar
 
 import msgspec
@@ -47,6 +47,8 @@ class Submit:
     Empty: the request belongs to none."""
     prefix_keys: tuple[int, ...] = ()
     """The keys of the prompt's full blocks, in order. Empty: nothing is known of them."""
+    leader: RequestId = field(default=RequestId(""))
+    """The request with the same prompt whose KV this one shares. Empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)

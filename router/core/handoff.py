@@ -138,6 +138,7 @@ class Handoff:
         request.times.attempt.kv_committed_s = now_s
         request.story.note(now_s, StoryKind.COMMITTED, kv_bytes=event.kv_bytes, transfer_s=event.transfer_s)
         self._praise_pair(request)
+        self._requests.free_siblings(request, now_s)
         if request.machine.state is _S.HANDOFF:
             yield from self._tokens.start_decoding(request, now_s)
 

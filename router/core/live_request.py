@@ -82,6 +82,10 @@ class LiveRequest:
     slo: SloClass = DEFAULT_CLASS
     session_id: str = ""
     prefix_keys: tuple[int, ...] = ()
+    leader: RequestId = field(default=RequestId(""))
+    """The request with the same prompt whose KV this one shares, also after it has ended. Empty: there is none."""
+    beside: LinkId | None = None
+    """The decode worker that has the leader's KV, until this request is placed for the first time. None: there is none."""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)
@@ -131,6 +135,7 @@ class LiveRequest:
             slo=submit.slo,
             session_id=submit.session_id,
             prefix_keys=submit.prefix_keys,
+            leader=submit.leader,
         )
 
     def start_over(self) -> None:
@@ -147,6 +152,17 @@ class LiveRequest:
     def replay(self) -> bool:
         """The request is in its second attempt or a later one."""
         return self.machine.attempt > 1
+
+    @property
+    def new_prompt_tokens(self) -> int:
+        """Return how many prompt tokens the request adds to the load. Those of a sibling are its leader's."""
+        return 0 if self.leader else len(self.spec.prompt_ids)
+
+    @property
+    def kv_link(self) -> LinkId | None:
+        """Return the decode worker that has the KV of the prompt. None: no worker has all of it."""
+        local = self.placement is Placement.COLOCATED and self.times.attempt.prefill_ended_s is not None
+        return self.decode.link if self.decode is not None and (local or self.committed is not None) else None
 
     @property
     def remaining_tokens(self) -> int:

@@ -200,8 +200,10 @@ class Placer:
 
         A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
         decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
-        worker. Raises `Unavailable` as `decide` does.
+        worker. A sibling goes to the KV of its leader first. Raises `Unavailable` as `decide` does.
         """
+        if request.beside is not None and (place := self._beside_leader(request, request.beside, now_s, turn)) is not None:
+            return place
         placement, reason = self._decide(request, now_s, serving=True)
         need = self.need_tokens(request)
         for usable, how, because in self._tries(request, placement, reason, now_s):
@@ -210,6 +212,22 @@ class Placer:
             if picked is not None:
                 return self._weighed(request, Place(picked[0], how, because), picked[1], now_s)
         return None
+
+    def _beside_leader(self, request: LiveRequest, link: LinkId, now_s: float, turn: Turn) -> Place | None:
+        """Return the place beside the KV of the request's leader, where only what follows the last full block is computed.
+        None: that worker has left or drains, or has no room."""
+        worker = self._registry.get(link)
+        if worker is None:
+            return None
+        self._pools.refresh()
+        pool, shared = self._pools.decode, shared_tokens(request, worker)
+        if not pool.takes(link, Ask(request.max_len, self.need_tokens(request) - shared, self._heard_and(None, now_s), turn)):
+            return None
+        self.scores, self.why, self.cached_tokens = (), Why.LEADER, shared
+        self.predicted_tokens[Role.DECODE] += shared
+        self.picks[Role.DECODE, self._rankings[Role.DECODE].name, self.why] += 1
+        pool.picked(worker)
+        return Place(worker, Placement.COLOCATED, Reason.SIBLING)
 
     def _weighed(self, request: LiveRequest, place: Place, row: Candidate, now_s: float) -> Place:
         """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
@@ -385,6 +403,13 @@ class Placer:
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
+
+
+def shared_tokens(request: LiveRequest, worker: Worker) -> int:
+    """Return the tokens of the blocks that a sibling shares with its leader: all full ones of the prompt before its last token,
+    which is always computed."""
+    block_size = worker.hello.block_size
+    return (request.work_len - 1) // block_size * block_size
 
 
 def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:

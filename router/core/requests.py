@@ -96,6 +96,24 @@ class Requests:
         self.waiting.add(request)
         self._limits.add(request)
 
+    def wait_behind(self, request: LiveRequest) -> None:
+        """Let a new sibling wait for its leader, which runs."""
+        assert request.machine.state is _S.QUEUED
+        self.waiting.add_behind(request)
+        self._limits.add(request)
+
+    def free_siblings(self, leader: LiveRequest, now_s: float) -> None:
+        """Let the siblings of a request take their turns: its KV is on a decode worker, or it has ended."""
+        for request in self.waiting.free(leader.request_id):
+            self.follow(request, leader, now_s)
+
+    def follow(self, request: LiveRequest, leader: LiveRequest, now_s: float) -> None:
+        """Let a sibling be placed beside the KV of its leader. A worker that shares no blocks is no better than any other."""
+        link = leader.kv_link
+        request.beside = link if link is not None and self._index.shares(link) else None
+        worker = leader.decode_worker if request.beside is not None else ""
+        request.story.note(now_s, StoryKind.FOLLOWS, leader=leader.request_id, decode_worker=worker)
+
     def stop_waiting(self, request: LiveRequest) -> None:
         """Take a request out of the queue."""
         self.waiting.remove(request)
@@ -221,6 +239,7 @@ class Requests:
         self._limits.remove(request)
         self.let_go(request)
         yield from self.withdraw(request)
+        self.free_siblings(request, now_s)
         report = request.report(now_s=now_s)
         self._end_story(request, now_s, error)
         del self._by_id[request.request_id]
@@ -257,6 +276,9 @@ class Requests:
         kept = {worker.link: worker.kept_for for worker in self.registry if worker.kept_for is not None}
         claims = {r.keeps: turn_of(r) for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
         assert kept == claims
+        for leader in map(self._by_id.get, self.waiting.leaders()):
+            assert leader is not None, "siblings wait for a request that has ended"
+            assert leader.kv_link is None, "siblings wait for KV that is there"
         for request in self._by_id.values():
             assert request.keeps is None or request in waiting
             _check_request(request, request in waiting, self.ledger.link_of(request.request_id))

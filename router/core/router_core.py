@@ -206,12 +206,7 @@ class RouterCore:
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
         prompt_tokens = len(submit.spec.prompt_ids)
-        try:
-            self._forecaster.foresee(request, now_s)
-            shed = self._limits.make_room(submit.slo, prompt_tokens, now_s=now_s)
-        except Overloaded:
-            self.requests.demand.count_refusal()
-            raise
+        shed = [] if request.leader else self._make_room(request, now_s)
         waiting = len(self.waiting)
         foreseen = {"predicted_ttft_s": request.predicted_ttft_s} if request.predicted_ttft_s else {}
         request.story.note(
@@ -225,12 +220,29 @@ class RouterCore:
         )
         return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
 
+    def _make_room(self, request: LiveRequest, now_s: float) -> list[LiveRequest]:
+        """Return the requests that give way to a new one. Raises `Overloaded` if it may not wait. Siblings are not asked: they
+        come with their leader, so that a group is never half refused."""
+        try:
+            self._forecaster.foresee(request, now_s)
+            return self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s)
+        except Overloaded:
+            self.requests.demand.count_refusal()
+            raise
+
     def _accept(self, request: LiveRequest, shed: list[LiveRequest], now_s: float) -> Effects:
         for other in shed:
             yield from self.requests.alone(other, self.requests.shed(other, request.slo, now_s), now_s)
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.demand.admitted(request)
+        leader = self.requests.get(request.leader)
+        if leader is not None and request.prefix_keys:  # without keys nobody shares a block of the prompt
+            if leader.kv_link is None:
+                request.story.note(now_s, StoryKind.BEHIND, leader=leader.request_id)
+                self.requests.wait_behind(request)
+                return
+            self.requests.follow(request, leader, now_s)
         yield from self._dispatcher.admit(request, now_s)
 
     def _client_gone(self, event: ClientGone, now_s: float) -> Effects:

@@ -27,6 +27,10 @@ class StoryKind(Enum):
     """The things that may happen to a request in the router."""
 
     QUEUED = "queued"
+    BEHIND = "behind"
+    """The request waits for the KV of its leader, which has the same prompt."""
+    FOLLOWS = "follows"
+    """The leader's KV is on that decode worker, or without one the leader has ended or shares nothing."""
     NO_WORKER = "no_worker"
     WAITS = "waits"
     SHED = "shed"

@@ -87,6 +87,8 @@ class Tokens:
         worker = self._requests.registry.get(work.link)
         if worker is not None:
             worker.computed(work.handle)
+        if work.role is Role.DECODE:
+            self._requests.free_siblings(work.request, now_s)
 
     def start_decoding(self, request: LiveRequest, now_s: float) -> Effects:
         """Let decoded tokens out: the first token went out and decode has the KV. Prefill has nothing left to do."""

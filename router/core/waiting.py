@@ -7,7 +7,8 @@ counts as one level more.
 
 Requests of one *kind* could be served by the same workers and need about as much room. When the first one of a kind finds no
 room, no other one of this kind is asked: a worker with new room meets one request of each kind, however many wait. Requests
-that no linked worker could serve are *parked*: they keep their turns, and nobody waits behind them.
+that no linked worker could serve are *parked*: they keep their turns, and nobody waits behind them. Siblings wait
+*behind* their leader until its KV is there or it has ended: nobody waits for them.
 """
 
 from __future__ import annotations
@@ -57,14 +58,35 @@ class WaitingRequests:
         self._kind_of = kind_of
         self._lines: dict[Kind, list[tuple[Turn, LiveRequest]]] = {}
         self._places: dict[RequestId, tuple[Kind | None, Turn, LiveRequest]] = {}
-        """Each request that waits, with its kind and its turn. A request without a kind is parked."""
+        """Each request that waits, with its kind and its turn. A request without a kind is parked or behind a leader."""
         self._parked: dict[RequestId, LiveRequest] = {}
+        self._behind: dict[RequestId, dict[RequestId, LiveRequest]] = {}
+        """The siblings that wait for their leader, by its id."""
         self.fresh: dict[Kind, None] = {}
         """The kinds whose first request may have changed since `fresh` was cleared."""
 
     def add(self, request: LiveRequest) -> None:
         """Insert a request at its turn."""
         self._insert(request, self._kind_of(request), turn_of(request))
+
+    def add_behind(self, request: LiveRequest) -> None:
+        """Let a sibling wait for its leader. It has no place in the order until `free` gives it one."""
+        self._behind.setdefault(request.leader, {})[request.request_id] = request
+        self._places[request.request_id] = None, turn_of(request), request
+
+    def free(self, leader: RequestId) -> list[LiveRequest]:
+        """Insert the siblings that wait for a leader at their turns, and return them."""
+        siblings = list(self._behind.get(leader, {}).values())
+        for request in siblings:
+            self._leave_leader(request)
+            self.add(request)
+        return siblings
+
+    def _leave_leader(self, request: LiveRequest) -> None:
+        siblings = self._behind[request.leader]
+        del siblings[request.request_id]
+        if not siblings:
+            del self._behind[request.leader]
 
     def _insert(self, request: LiveRequest, kind: Kind, turn: Turn) -> None:
         line = self._lines.setdefault(kind, [])
@@ -81,7 +103,9 @@ class WaitingRequests:
         """Remove a request that waits."""
         kind, turn, found = self._places[request.request_id]
         assert found is request
-        if kind is None:
+        if request.request_id in self._behind.get(request.leader, {}):
+            self._leave_leader(request)
+        elif kind is None:
             del self._parked[request.request_id]
         else:
             self._take(kind, turn)
@@ -133,6 +157,10 @@ class WaitingRequests:
         turn = turn_of(request)
         return sum(bisect.bisect_left(line, (turn,)) for line in self._lines.values())
 
+    def leaders(self) -> list[RequestId]:
+        """Return the requests for which siblings wait."""
+        return list(self._behind)
+
     def all(self) -> list[LiveRequest]:
         """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
         return [request for _, request in sorted((turn, request) for _, turn, request in self._places.values())]
@@ -145,13 +173,18 @@ class WaitingRequests:
         return len(self._places)
 
     def check_invariants(self) -> None:
-        """Assert that each request is in one line at its turn, or parked."""
+        """Assert that each request is in one line at its turn, or parked, or behind its leader."""
         for kind, line in self._lines.items():
             assert line
             assert [turn for turn, _ in line] == sorted({turn for turn, _ in line})
             for turn, request in line:
                 assert self._places[request.request_id] == (kind, turn, request)
                 assert turn == turn_of(request)
-        parked = {request_id for request_id, (kind, _, _) in self._places.items() if kind is None}
-        assert parked == self._parked.keys()
-        assert len(self._places) == len(parked) + sum(len(line) for line in self._lines.values())
+        for leader, siblings in self._behind.items():
+            assert siblings
+            assert all(request.leader == leader for request in siblings.values())
+        behind = {request_id for siblings in self._behind.values() for request_id in siblings}
+        aside = {request_id for request_id, (kind, _, _) in self._places.items() if kind is None}
+        assert aside == self._parked.keys() | behind
+        assert not self._parked.keys() & behind
+        assert len(self._places) == len(aside) + sum(len(line) for line in self._lines.values())

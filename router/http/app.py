@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pdserve import __version__
 from pdserve.config import RouterConfig
@@ -20,13 +20,17 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.router_api import RouterApi
 from router.http.answer import answer
 from router.http.body import BodyRefused, header, read_body, refuse_body
+from router.http.document import docs, openapi
 from router.http.exchange import exchange_of
 from router.http.reply import Reply
+from router.http.responses import respond
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.http.tokenization import Tokenization
 from router.openai.errors import encode_json, error_headers, error_payload
+from router.openai.model_limits import model_limits
 from router.openai.request import Call, ClassHeaders
+from router.openai.responses.request import ResponsesCall
 from router.parsing.body_budget import BodyBudget
 from router.parsing.parse import Job, Kind
 from router.parsing.parser import INLINE_BYTES, RequestParser
@@ -48,17 +52,18 @@ async def serve_http(
     return await start_server(_app(api, parser, running, limits), running, host, port, limits)
 
 
-def build_app(api: RouterApi, parser: RequestParser) -> ASGIApp:
+def build_app(api: RouterApi, parser: RequestParser) -> Application:
     """Return the application alone, for any ASGI server."""
     return _app(api, parser, RunningCalls(), DEFAULT_LIMITS)
 
 
-def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> ASGIApp:
+def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Application:
     info = _Info(api)
     budget = BodyBudget(limits.max_inflight_body_bytes)
     generate = {
         "/v1/completions": _Generate(api, parser, running, budget, Kind.COMPLETION),
         "/v1/chat/completions": _Generate(api, parser, running, budget, Kind.CHAT),
+        "/v1/responses": _Generate(api, parser, running, budget, Kind.RESPONSES),
     }
     tokenization = {
         "/tokenize": Tokenization(api, parser, running, budget, Kind.HTTP_TOKENIZE),
@@ -72,6 +77,8 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         Route("/health", info.health),
         Route("/metrics", info.metrics),
         Route("/version", info.version),
+        Route("/openapi.json", openapi),
+        Route("/docs", docs),
         Route("/", info.root),
     ]
     app = Starlette(
@@ -79,15 +86,20 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         exception_handlers={HTTPException: _no_route, PdserveError: _failed, Exception: _bug},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False  # many clients lose the body of a redirected POST; 404 says what is wrong
-    return _Shortcut(app, generate)
+    return Application(app, generate)
 
 
-class _Shortcut:
+class Application:
     """The application. Requests for generations do not pass Starlette, which would cost several calls for each token."""
 
     def __init__(self, app: Starlette, generate: Mapping[str, _Generate]) -> None:
         self._app = app
         self._generate = generate
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all routes."""
+        return [route.path for route in self._app.routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._generate.get(scope["path"]) if scope["method"] == "POST" else None
@@ -115,9 +127,13 @@ class _Generate:
                 reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
-                assert isinstance(call, Call)
+                assert isinstance(call, Call | ResponsesCall)
             reply.name(call.request_id, call.correlation_id)
-            await self._running.run(exchange, answer(self._api, call, reply))
+            if call.ignored.count:
+                self._api.ignored_fields(self._kind.value, call.ignored.count)
+                reply.ignored(call.ignored.header)
+            run = respond(self._api, call, reply) if isinstance(call, ResponsesCall) else answer(self._api, call, reply)
+            await self._running.run(exchange, run)
         except BodyRefused as exc:
             await refuse_body(scope, receive, reply, exc.error)
         except PdserveError as exc:
@@ -158,8 +174,9 @@ class _Info:
 
     def _model_card(self) -> dict[str, object]:
         told = self._api.model_info()
-        limits = {"max_model_len": told.max_model_len, "vocab_size": told.vocab_size}  # the first one is vLLM's name
-        return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve", **limits}
+        sizes = {"max_model_len": told.max_model_len, "vocab_size": told.vocab_size}  # the first one is vLLM's name
+        limits = model_limits(self._api.max_prompt_tokens, self._api.max_body_bytes, self._api.max_deadline_s)
+        return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve", **sizes, "limits": limits}
 
 
 def _json(payload: object, status: int = 200) -> Response:

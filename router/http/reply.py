@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.core.error_table import TABLE
@@ -14,12 +15,15 @@ from router.openai.errors import encode_json, error_headers, error_payload
 
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
+_IGNORED: Final = b"x-pdserve-ignored-fields"
 _TIMELINE: Final = TIMELINE_METADATA.encode()
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer chunks
 ]
+
+FailureEvent = Callable[[PdserveError, Report | None], bytes]
 
 
 class Reply:
@@ -30,6 +34,7 @@ class Reply:
         self._exchange = exchange
         self._headers: Headers = []
         self._report: Report | None = None
+        self._failure: FailureEvent = _failure
         self.started = False
         self._ended = False
 
@@ -40,9 +45,17 @@ class Reply:
             (_CORRELATION_ID, (correlation_id or request_id).encode("ascii")),
         ]
 
+    def ignored(self, names: bytes) -> None:
+        """Set the names of the fields that were left out, as the value of a header."""
+        self._headers = [*self._headers, (_IGNORED, names)]
+
     def served(self, report: Report) -> None:
         """Set the report of the request. The answer or the error that follows carries it."""
         self._report = report
+
+    def on_failure(self, event: FailureEvent) -> None:
+        """Set the form of the event that ends an open stream after an error."""
+        self._failure = event
 
     async def json(self, status: int, payload: Any, headers: Headers | None = None, *, more: bool = False) -> None:
         """Answer with a JSON object. `more` leaves the response open after its body, for a caller that must read on before the
@@ -84,8 +97,7 @@ class Reply:
         if self._ended:
             return
         if self.started:
-            told = {"pdserve": report_json(self._report)} if self._report else {}
-            await self._last(b"data: " + encode_json(error_payload(error) | told) + b"\n\n")
+            await self._last(self._failure(error, self._report))
         else:
             extra = error_headers(error) + (headers or [])
             await self.json(TABLE[error.code].http, error_payload(error), extra, more=more)
@@ -98,3 +110,9 @@ class Reply:
     async def _last(self, data: bytes) -> None:
         self._ended = True
         await self._exchange.write(data, more=False)
+
+
+def _failure(error: PdserveError, report: Report | None) -> bytes:
+    """Return the error as the last event of a completion or a chat."""
+    told = {"pdserve": report_json(report)} if report else {}
+    return b"data: " + encode_json(error_payload(error) | told) + b"\n\n"

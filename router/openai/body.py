@@ -1,4 +1,7 @@
-"""The fields of a request's body and their types. Unknown fields are ignored.
+"""The fields of a request's body and their types. Every field that OpenAI's or vLLM's API documents is named here.
+
+A field whose effect does not exist here is `unsupported`; one that changes no answer is in `WITHOUT_EFFECT`. The structs forbid
+all others, and `router.openai.ignored` leaves those out.
 
 JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
 undecoded JSON, so a large value of a field that is refused anyway costs nothing.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from msgspec import Raw, Struct, defstruct
 
 from pdserve.core.limits import field_types
@@ -17,8 +21,29 @@ from router.openai.unsupported import unsupported
 
 NULL: Final = Raw(b"null")
 """The default of a field that is decoded where it is used. (A `Raw` cannot be optional.)"""
+
+
+def json_null() -> Raw:
+    """Return `NULL`. A struct has this function in its place, since msgspec writes no `Raw` into a schema."""
+    return NULL
+
+
 EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
 """The values that ask for nothing. Clients send back an answer's message with them in fields that the answer did not use."""
+
+
+WITHOUT_EFFECT: Final[dict[str, str]] = {
+    "user": "The name of an end user, by which OpenAI finds misuse. It is neither logged nor sent to workers.",
+    "safety_identifier": "OpenAI's newer name of `user`.",
+    "metadata": "Labels of a stored answer. Nothing is stored here; an answer of /v1/responses repeats them.",
+    "input[].id": "The name of an item of an earlier answer. Nothing is stored here.",
+    "input[].status": "The state of an item of an earlier answer. Its text is taken as it is.",
+    "input[].content[].logprobs": "The log-probabilities of an earlier answer. No model sees them.",
+    "response_format.json_schema.name": "OpenAI demands a name for a schema. No model sees it.",
+    "response_format.json_schema.description": "The description of a schema. No model sees it.",
+    "response_format.json_schema.strict": "A schema is always enforced.",
+}
+"""The accepted fields that change no token and no behaviour, each with the reason why it may be accepted."""
 
 
 class FunctionFields(Struct):
@@ -26,7 +51,7 @@ class FunctionFields(Struct):
 
     name: str
     description: str | None = None
-    parameters: Raw = NULL
+    parameters: Raw = msgspec.field(default_factory=json_null)
     strict: bool | None = None
 
 
@@ -37,18 +62,30 @@ class ToolFields(Struct):
     function: FunctionFields | None = None
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, forbid_unknown_fields=True):
     """The options of a streamed answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Raw = unsupported(False)
 
 
-class Part(Struct):
-    """One part of a message's content."""
+class Part(Struct, forbid_unknown_fields=True):
+    """One part of a message's content. Its type is checked before its other fields."""
 
     type: str
     text: str | None = None
+    prompt_cache_breakpoint: Raw = unsupported(*EMPTY)
+    refusal: Raw = unsupported(*EMPTY)
+    image_url: Raw = unsupported(*EMPTY)
+    image_pil: Raw = unsupported(*EMPTY)
+    image_embeds: Raw = unsupported(*EMPTY)
+    input_audio: Raw = unsupported(*EMPTY)
+    audio_url: Raw = unsupported(*EMPTY)
+    audio_embeds: Raw = unsupported(*EMPTY)
+    video_url: Raw = unsupported(*EMPTY)
+    file: Raw = unsupported(*EMPTY)
+    uuid: Raw = unsupported(*EMPTY)
 
 
 class CalledFunction(Struct):
@@ -66,18 +103,36 @@ class MessageCall(Struct):
     type: str | None = None
 
 
-class Message(Struct):
-    """One message of a chat."""
+class Message(Struct, forbid_unknown_fields=True):
+    """One message of a chat. Clients send back the messages of answers, so also their fields have a neutral value."""
 
     role: str
     content: str | list[Part] | None = None
-    tool_calls: Raw = NULL
+    tool_calls: Raw = msgspec.field(default_factory=json_null)
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: Raw = unsupported(*EMPTY)
     audio: Raw = unsupported(*EMPTY)
+    refusal: Raw = unsupported(*EMPTY)
+    annotations: Raw = unsupported(*EMPTY)
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """OpenAI's wrapping of a JSON schema."""
+
+    schema: Raw = msgspec.field(default_factory=json_null)
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """OpenAI's form of a constraint on the output."""
+
+    type: str | None = None
+    json_schema: JsonSchema | None = None
 
 
 SCALARS: Final[dict[str, Any]] = {
@@ -90,16 +145,22 @@ SCALARS: Final[dict[str, Any]] = {
 
 if TYPE_CHECKING:
 
-    class _Scalars(Struct, kw_only=True):
+    class Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
+        """The fields of `SCALARS`."""
+
         max_tokens: int | None
+        temperature: float | None
+        top_p: float | None
         top_k: int | None
         seed: int | None
 
 else:
-    _Scalars = defstruct("_Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True)
+    Scalars = defstruct(
+        "Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True, forbid_unknown_fields=True
+    )
 
 
-class Body(_Scalars, kw_only=True):
+class Body(Scalars, kw_only=True):
     """The fields that both endpoints share, after those of `SCALARS`. Ranges are checked where the values are used."""
 
     model: str | None = None
@@ -117,9 +178,10 @@ class Body(_Scalars, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Raw] | None = None
-    response_format: dict[str, Raw] | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Raw] | None = None
 
+    user: str | None = None
     n: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -135,7 +197,17 @@ class Body(_Scalars, kw_only=True):
     allowed_token_ids: Raw = unsupported()
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
+    guided_decoding_backend: Raw = unsupported("auto")
+    guided_whitespace_pattern: Raw = unsupported()
+    structural_tag: Raw = unsupported()
     spaces_between_special_tokens: Raw = unsupported(True)
+    truncation_side: Raw = unsupported()
+    return_tokens_as_token_ids: Raw = unsupported(False)
+    logits_processors: Raw = unsupported([])
+    logprob_token_ids: Raw = unsupported([])
+    repetition_detection: Raw = unsupported()
+    kv_transfer_params: Raw = unsupported({})
+    vllm_xargs: Raw = unsupported({})
 
 
 class CompletionBody(Body, kw_only=True):
@@ -153,21 +225,22 @@ class CompletionBody(Body, kw_only=True):
 class ChatBody(Body, kw_only=True):
     """The body of `/v1/chat/completions`."""
 
+    best_of: Raw = unsupported(1)
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+
     messages: list[Message] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    add_special_tokens: Raw = unsupported(False)
-    """The template alone decides for a chat prompt."""
     tools: list[Raw] | None = None
     tool_choice: str | dict[str, Raw] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: Raw = NULL
+    chat_template_kwargs: Raw = msgspec.field(default_factory=json_null)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    best_of: Raw = unsupported(1)
     functions: Raw = unsupported([])
     function_call: Raw = unsupported("none", "auto")
     modalities: Raw = unsupported(["text"])
@@ -175,3 +248,16 @@ class ChatBody(Body, kw_only=True):
     web_search_options: Raw = unsupported()
     chat_template: Raw = unsupported()
     documents: Raw = unsupported([])
+    add_special_tokens: Raw = unsupported(False)
+    """The template alone decides about special tokens of a chat prompt. vLLM's default is false as well."""
+    store: Raw = unsupported(False)
+    service_tier: Raw = unsupported("auto", "default")
+    verbosity: Raw = unsupported("medium")
+    prediction: Raw = unsupported()
+    moderation: Raw = unsupported()
+    prompt_cache_retention: Raw = unsupported("in_memory", "in-memory")
+    prompt_cache_options: Raw = unsupported({})
+    include_reasoning: Raw = unsupported(True)
+    thinking_token_budget: Raw = unsupported()
+    mm_processor_kwargs: Raw = unsupported({})
+    media_io_kwargs: Raw = unsupported({})

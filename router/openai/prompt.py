@@ -101,4 +101,5 @@ def _text(part: Part, field: str) -> str:
         raise refuse(f"{field}.type", f"{show(part.type)} is not supported; only 'text' is")
     if part.text is None:
         raise refuse(f"{field}.text", "is missing")
+    refuse_unsupported(part, f"{field}.")
     return part.text

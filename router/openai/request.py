@@ -7,6 +7,7 @@ or on sampling, so gRPC and HTTP clients meet the same limits.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,9 +17,10 @@ from pdserve.core.sampling import Placement
 from router.api.choices import ONE, Choices
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
-from router.openai.body import ChatBody, CompletionBody, StreamOptions
+from router.openai.body import NULL, ChatBody, CompletionBody, MessageCall, StreamOptions, ToolFields
 from router.openai.choices import read_choices
-from router.openai.json import decode, refuse, show
+from router.openai.ignored import NOTHING, Ignored, decode_body, ignored_in, joined
+from router.openai.json import refuse, show
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling
 from router.openai.structured import read_constraint
@@ -47,6 +49,8 @@ class Call:
     """The answer has the token ids of prompts and outputs."""
     choices: Choices = ONE
     """The choices of each of `inputs`."""
+    ignored: Ignored = NOTHING
+    """The fields of the body that were left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +68,30 @@ def parse_completion(
     body: bytes, header_id: str | None, max_prompt_tokens: int = ANY_NUMBER, headers: ClassHeaders = NO_HEADERS
 ) -> Call:
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
-    fields = decode(body, _COMPLETION)
+    fields, ignored = decode_body(body, _COMPLETION)
     refuse_unsupported(fields)
-    return _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
+    return replace(_call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens)), ignored=ignored)
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
-    fields = decode(body, _CHAT)
+    fields, ignored = decode_body(body, _CHAT)
+    call = chat_call(fields, header_id, headers)
+    left_out = [ignored, *_ignored_in_tools(fields)]
+    return replace(call, ignored=joined(left_out)) if any(one.count for one in left_out) else call
+
+
+def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
+    """Yield what was left out of tools and of calls, which are not decoded with the body."""
+    if fields.tools:
+        yield ignored_in(msgspec.json.encode(fields.tools), ToolFields, "tools")
+    for message in fields.messages or ():
+        if message.tool_calls is not NULL and bytes(message.tool_calls).startswith(b"["):
+            yield ignored_in(bytes(message.tool_calls), MessageCall, "messages[].tool_calls")
+
+
+def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
+    """Return the call of a chat. Raises `InvalidRequest` naming the field."""
     refuse_unsupported(fields)
     call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
     return replace(call, inputs=tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs))
@@ -124,6 +144,7 @@ def candidate_ids(call: Call, index: int) -> tuple[str, ...]:
 def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:
     if options is None:
         return False, False
+    refuse_unsupported(options, "stream_options.")
     if not stream:
         raise refuse("stream_options", "is only allowed with stream: true")
     return options.include_usage or False, options.continuous_usage_stats or False

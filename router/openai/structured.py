@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
-from router.openai.body import Body
+from router.openai.body import Body, ResponseFormat
 from router.openai.json import decode, refuse, show
 
 Fields = Mapping[str, msgspec.Raw]
@@ -16,7 +16,6 @@ Fields = Mapping[str, msgspec.Raw]
 _TEXT: Final = msgspec.json.Decoder(str)
 _TEXTS: Final = msgspec.json.Decoder(tuple[str, ...])
 _TRUTH: Final = msgspec.json.Decoder(bool)
-_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FORMAT: Final = "response_format"
 _KINDS: Final = {kind.value: kind for kind in ConstraintKind}
 _NOTHING: Final = (b"null", b"false")
@@ -53,11 +52,11 @@ def _structured(fields: Fields) -> Constraint:
             return Constraint(kind, decode(text, _TEXT, field))
 
 
-def _formatted(fields: Fields) -> Constraint | None:
+def _formatted(fields: ResponseFormat) -> Constraint | None:
     """Read OpenAI's field. A schema is enforced whether it is strict or not."""
-    if "type" not in fields:
+    kind = fields.type
+    if kind is None:
         raise refuse(_FORMAT, "must name a type: text, json_object or json_schema")
-    kind = decode(bytes(fields["type"]), _TEXT, f"{_FORMAT}.type")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -65,9 +64,9 @@ def _formatted(fields: Fields) -> Constraint | None:
     if kind != "json_schema":
         raise refuse(f"{_FORMAT}.type", f"must be text, json_object or json_schema, got {show(kind)}")
     place = f"{_FORMAT}.json_schema"
-    if "json_schema" not in fields:
+    if fields.json_schema is None:
         raise refuse(place, "is missing")
-    schema = decode(bytes(fields["json_schema"]), _OBJECT, place).get("schema")
-    if schema is None or bytes(schema) == b"null":
+    schema = bytes(fields.json_schema.schema)
+    if schema == b"null":
         raise refuse(f"{place}.schema", "is missing")
-    return Constraint(ConstraintKind.JSON_SCHEMA, bytes(schema).decode())
+    return Constraint(ConstraintKind.JSON_SCHEMA, schema.decode())

@@ -6,7 +6,9 @@ If such fields were ignored, the answer would quietly differ from what was asked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -14,14 +16,16 @@ import msgspec
 from router.openai.json import decode, refuse, show
 
 MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
+UNSUPPORTED: Final = "neutral"
+"""The mark of these fields in the schemas that msgspec writes."""
 _VALUE: Final = msgspec.json.Decoder()
 
 
-class _Unsupported:
-    """The default of a field whose effect does not exist. It holds the values that ask for nothing."""
+class _Unsupported(msgspec.Struct, frozen=True):
+    """The default of a field whose effect does not exist. It holds the values that ask for nothing. msgspec writes it into the
+    schemas of bodies, where `router.openai.document` finds it."""
 
-    def __init__(self, neutral: tuple[Any, ...]) -> None:
-        self.neutral = neutral
+    neutral: tuple[Any, ...]
 
 
 def unsupported(*neutral: Any) -> Any:
@@ -37,12 +41,30 @@ def neutral_values(shape: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     return {field.name: field.default.neutral for field in fields if isinstance(field.default, _Unsupported)}
 
 
+@cache
+def _reader(shape: type[msgspec.Struct]) -> tuple[Callable[[msgspec.Struct], Any], Any]:
+    """Return what reads all fields whose effect does not exist, and what it reads if none is given."""
+    names = neutral_values(shape)
+    defaults = tuple(field.default for field in msgspec.structs.fields(shape) if field.name in names)
+    if len(defaults) < 2:  # `attrgetter` returns no tuple for one name, and takes none at all
+        return lambda fields: tuple(getattr(fields, name) for name in names), defaults
+    return attrgetter(*names), defaults
+
+
 def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
     """Check that no field asks for an effect that does not exist here. Raises `InvalidRequest` naming the first that does."""
+    given, defaults = _reader(type(fields))
+    if given(fields) == defaults:  # nearly always: one comparison of identities in place of forty
+        return
     for name, neutral in neutral_values(type(fields)).items():
         raw = getattr(fields, name)
         if isinstance(raw, msgspec.Raw):
-            _refuse_unless_neutral(prefix + name, bytes(raw), neutral)
+            _refuse_unless_neutral(prefix + _encoded_name(type(fields), name), bytes(raw), neutral)
+
+
+def _encoded_name(shape: type[msgspec.Struct], name: str) -> str:
+    """Return the name of a field in JSON, which may be a word of Python."""
+    return next(field.encode_name for field in msgspec.structs.fields(shape) if field.name == name)
 
 
 def _refuse_unless_neutral(field: str, text: bytes, neutral: tuple[Any, ...]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.observe.title import set_title
 from router.openai.request import Call
+from router.openai.responses.request import ResponsesCall
 from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, parse
 
@@ -35,6 +36,8 @@ def pack(result: Any) -> Any:
     """Replace token ids by arrays. They are sent and unpacked a hundred times as fast as tuples."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple(pack(one) for one in result.inputs))
+    if isinstance(result, ResponsesCall):  # a chat has no token ids
+        return result
     if isinstance(result, Batch):
         return replace(result, calls=tuple(pack(one) for one in result.calls))
     if isinstance(result, GenerateCall):

@@ -13,6 +13,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
+from router.openai.responses.request import ResponsesCall, parse_responses
 from router.openai.tokenization import parse_detokenize, parse_tokenize
 from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
 
@@ -22,6 +23,7 @@ class Kind(Enum):
 
     COMPLETION = "completion"  # OpenAI's JSON
     CHAT = "chat"
+    RESPONSES = "responses"
     GENERATE = "generate"  # protobuf
     GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
@@ -54,7 +56,7 @@ Message = TypeVar(
     inference_pb2.TokenizeRequest,
     inference_pb2.DetokenizeRequest,
 )
-Parsed = Call | GenerateCall | Batch | TokenizeInput | DetokenizeInput
+Parsed = Call | ResponsesCall | GenerateCall | Batch | TokenizeInput | DetokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -64,6 +66,8 @@ def parse(job: Job) -> Parsed:
             return parse_completion(job.data, job.header_id, job.max_prompt_tokens, job.headers)
         case Kind.CHAT:
             return parse_chat(job.data, job.header_id, job.headers)
+        case Kind.RESPONSES:
+            return parse_responses(job.data, job.header_id, job.headers)
         case Kind.GENERATE:
             return generate_call(
                 _message(inference_pb2.GenerateRequest(), job.data),

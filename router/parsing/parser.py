@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from router.openai.request import Call
+from router.openai.responses.request import ResponsesCall
 from router.parsing.child import LENGTH
 from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, Parsed, parse
@@ -155,6 +156,8 @@ async def _unpacked(result: Any) -> Parsed:
     together."""
     if isinstance(result, Call):
         return replace(result, inputs=tuple([await _with_tuple(one) for one in result.inputs]))
+    if isinstance(result, ResponsesCall):  # a chat has no arrays
+        return result
     if isinstance(result, Batch):
         return replace(result, calls=tuple([await _call_unpacked(one) for one in result.calls]))
     parsed: Parsed = await (_call_unpacked if isinstance(result, GenerateCall) else _with_tuple)(result)

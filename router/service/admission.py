@@ -58,9 +58,12 @@ class Admission:
         self._keys = PromptKeys(model.card.fingerprint)
         self._classes = config.classes()
 
-    async def admit(self, request: GenerateInput, *, arrived_s: float) -> Submit:
+    async def admit(self, request: GenerateInput, *, arrived_s: float, leader: Submit | None = None) -> Submit:
         """Return the checked and tokenised request. Raises `InvalidRequest`, `UnknownModel`, `DeadlineExceeded`, `Overloaded`
-        or `Unavailable`."""
+        or `Unavailable`.
+
+        `leader` is the admitted request with the same prompt, whose ids, keys and checked constraint are taken over.
+        """
         self.check_model(request.model)
         _check_correlation_id(request.correlation_id)
         SESSION_ID.check("session_id", request.session_id)
@@ -68,7 +71,10 @@ class Admission:
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
-        prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        if leader is None:
+            prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            prompt_ids = leader.spec.prompt_ids
         self._check_length(request.prompt, prompt_ids)
         spec = RequestSpec(
             prompt_ids,
@@ -77,10 +83,8 @@ class Admission:
             tpot_s=slo.tpot_s or 0.0,
             constraint=request.constraint,
         )
-        if request.constraint is not None:
+        if request.constraint is not None and (leader is None or request.constraint != leader.spec.constraint):
             await self._check_grammar(request.constraint)
-        block_size = self._shared_block_size()
-        prefix_keys = () if block_size is None else await self._keys.of(prompt_ids, spec.cache_salt, block_size)
         return Submit(
             request_id=RequestId(request.request_id or new_request_id()),
             spec=spec,
@@ -90,8 +94,16 @@ class Admission:
             correlation_id=request.correlation_id,
             slo=slo,
             session_id=request.session_id,
-            prefix_keys=prefix_keys,
+            prefix_keys=await self._prefix_keys(spec, leader),
+            leader=RequestId("") if leader is None else leader.request_id,
         )
+
+    async def _prefix_keys(self, spec: RequestSpec, leader: Submit | None) -> tuple[int, ...]:
+        """Return the keys of the prompt's full blocks. They are none when no worker shares blocks."""
+        if leader is not None and leader.spec.cache_salt == spec.cache_salt:
+            return leader.prefix_keys
+        block_size = self._shared_block_size()
+        return () if block_size is None else await self._keys.of(spec.prompt_ids, spec.cache_salt, block_size)
 
     def check_model(self, name: str | None) -> None:
         """Check that the model is served here. None and empty mean the served one. Raises `UnknownModel`."""

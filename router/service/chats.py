@@ -16,8 +16,9 @@ from typing import Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.settings.chats import ChatConfig
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
+from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE
 from pdserve.text.calls.events import EventParser
-from pdserve.text.calls.forced import schema_of_arguments, schema_of_calls
+from pdserve.text.calls.forced import grammar_of_calls, schema_of_arguments, schema_of_calls
 from pdserve.text.calls.forms import RequiredCalls
 from pdserve.text.calls.marks import MarkInserter
 from pdserve.text.calls.output import NamedCall, OutputParser
@@ -71,12 +72,22 @@ class Chats:
                 "--tool-call-parser",
                 field="tools",
             )
-        for index, tool in enumerate(prompt.tools):
-            if tool.strict:
-                raise InvalidRequest(
-                    "is only enforced with tool_choice required or a function", field=f"tools[{index}].function.strict"
-                )
-        return request
+        strict = next((index for index, tool in enumerate(prompt.tools) if tool.strict), None)
+        return request if strict is None else replace(request, constraint=self._strict(request, prompt, strict))
+
+    def _strict(self, request: GenerateInput, prompt: ChatPrompt, index: int) -> Constraint:
+        """Return the grammar of an output whose calls are valid. Tool `index` is the first one that asks for it."""
+        pair = CALL_FORMS[self.call_form].pair
+        if pair is None or not set(pair).isdisjoint(self._marks.values()):
+            raise InvalidRequest(
+                f"is not enforced for calls of the form {self.call_form}, unless tool_choice is required or a function",
+                field=f"tools[{index}].function.strict",
+            )
+        most = None if request.tool_choice.parallel else 1
+        parameters = {tool.name: tool.parameters if tool.strict else None for tool in prompt.tools}
+        options = {OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}}
+        with tools_named(request):
+            return Constraint(ConstraintKind.LARK, grammar_of_calls(parameters, pair, most, options))
 
     def read(self, generation: Generation, request: GenerateInput, prompt_ids: Sequence[int]) -> Generation:
         """Return the generation with calls and reasoning taken out of its text. `request` is prepared."""
@@ -84,13 +95,14 @@ class Chats:
             return generation
         calls = self._calls(request)
         reasoning = None
-        if self.reasoning_form and request.constraint is None:
+        free = request.constraint is None or (calls is not None and not request.tool_choice.forced)
+        if self.reasoning_form and free:
             reasoning = ReasoningParser(opened=self._opened(prompt_ids))
         if calls is None and reasoning is None:
             return generation
         marks = None
         written = request.sampling.get("skip_special_tokens") is False  # the text has its marks already
-        if self._marks and request.constraint is None and not written:
+        if self._marks and free and not written:
             marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
         return ParsedGeneration(generation, OutputParser(reasoning, calls), self._id_maker(), marks)
 
@@ -123,7 +135,7 @@ def tools_named(request: GenerateInput) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as exc:
-        if request.tool_choice.forced and exc.field.startswith(FIELD):
+        if isinstance(request.prompt, ChatPrompt) and request.prompt.tools and exc.field.startswith(FIELD):
             raise InvalidRequest(exc.message.removeprefix(f"{exc.field}: "), field="tools") from exc
         raise
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from pdserve.core.errors import Cancelled
 from pdserve.core.sampling import FinishReason
 from pdserve.text.calls.events import CallArguments, CallBegin, Content, Event, EventParser, Reasoning
@@ -67,7 +69,7 @@ class ParsedGeneration:
             finish_reason = FinishReason.TOOL_CALLS
         content = "".join([event.text for event in events if isinstance(event, Content)])
         reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
-        return Delta(delta.index, delta.ids, content, finish_reason, delta.logprobs, reasoning, calls)
+        return msgspec.structs.replace(delta, text=content, finish_reason=finish_reason, reasoning=reasoning, calls=calls)
 
     def _pieces(self, events: list[Event]) -> tuple[CallDelta, ...]:
         """Return the pieces of calls among the events. Pieces of the same call are joined."""

@@ -112,6 +112,7 @@ class RouterService:
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
+        self._admitted: dict[str, ev.Submit] = {}  # what these were admitted as, by request id; siblings take it over
         self._deliveries = Deliveries()
         self._busy = asyncio.Event()
         self._ready = False
@@ -152,7 +153,8 @@ class RouterService:
 
     async def _admit(self, request: GenerateInput, arrived_s: float) -> ev.Submit:
         try:
-            submit = await self._admission.admit(request, arrived_s=arrived_s)
+            leader = self._admitted.get(request.leader)
+            submit = await self._admission.admit(request, arrived_s=arrived_s, leader=leader)
         except Overloaded:
             self._core.requests.demand.count_refusal()  # the core counts those that it refuses itself
             raise
@@ -265,6 +267,10 @@ class RouterService:
             has_chat_template=model.tokenizer.has_chat_template,
         )
 
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        """Implements `RouterApi.ignored_fields`."""
+        self._metrics.ignored_fields(endpoint, count)
+
     def metrics(self) -> bytes:
         """Implements `RouterApi.metrics`."""
         return self._metrics.render()
@@ -318,6 +324,7 @@ class RouterService:
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None
+        self._admitted[submit.request_id] = submit
         self._busy.set()
         bug = self._perform(effects)
         if bug is not None:
@@ -375,6 +382,7 @@ class RouterService:
     def _released(self, generation: BufferedGeneration) -> None:
         """Cancel the request if it still runs: its client has taken all of it, or is gone."""
         self._open.pop(generation, None)
+        self._admitted.pop(generation.request_id, None)
         if self._live.get(RequestId(generation.request_id)) is generation:
             self.tell(ev.ClientGone(RequestId(generation.request_id)))
 

@@ -49,7 +49,7 @@ class FakeGeneration:
                 raise self._api.error
             last = i + 1 == len(self._words) and self._api.finishes
             self.finished = last
-            yield Delta(i, (i,), word, FinishReason.LENGTH if last else None, self._told(i))
+            yield Delta(i, (i,), word, self._api.finish_reason if last else None, self._told(i))
             await asyncio.sleep(0)
 
     def _told(self, i: int) -> tuple[TokenLogprobs, ...]:
@@ -83,6 +83,7 @@ class FakeApi:
     error: PdserveError | BaseException | None = None
     fail_at: int | None = None  # None: submit raises
     finishes: bool = True
+    finish_reason: FinishReason = FinishReason.LENGTH
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,6 +92,7 @@ class FakeApi:
     parser: RequestParser = field(default_factory=lambda: RequestParser(8 << 20))
     max_prompt_tokens: int = 4095
     max_deadline_s: float = 600.0
+    ignored: dict[str, int] = field(default_factory=dict)
     default_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -98,8 +100,7 @@ class FakeApi:
 
     async def submit(self, request: GenerateInput) -> FakeGeneration:
         await asyncio.sleep(0)
-        if request.model not in (None, self.model_name):
-            raise UnknownModel(f"model: {request.model!r} is not served", field="model")
+        self._check_model(request.model)
         assert set(request.sampling) <= {f.name for f in fields(SamplingParams)}
         biases = tuple(request.sampling.get("logit_bias", {}).items())
         SamplingParams(**{"max_tokens": 4096, **request.sampling, "logit_bias": biases})
@@ -115,10 +116,16 @@ class FakeApi:
     def cancel(self, request_id: str) -> bool:
         return False
 
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
+            raise UnknownModel(f"model: {name!r} is not served", field="model")
+
     async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
+        self._check_model(asked.model)
         return (*([1] if asked.add_special_tokens else []), *map(ord, str(asked.prompt)))
 
     async def detokenize(self, asked: DetokenizeInput) -> str:
+        self._check_model(asked.model)
         return "".join(map(chr, asked.ids))
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
@@ -136,6 +143,9 @@ class FakeApi:
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self.model_name, "Fake", 1000, 64, 16, "float32", "float32", 4, (0,), False)
+
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        self.ignored[endpoint] = self.ignored.get(endpoint, 0) + count
 
     def metrics(self) -> bytes:
         return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"

@@ -311,6 +311,32 @@ def test_the_end_of_sequence_ends_beams() -> None:
     run(story())
 
 
+def test_tools_beside_a_beam_search_are_refused() -> None:
+    async def story() -> None:
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        api = FakeApi()
+        async with served(api) as base, client(base) as c:
+            with pytest.raises(openai.BadRequestError, match="tools: are not allowed beside a beam search"):
+                await c.chat.completions.create(
+                    model=MODEL, messages=HELLO, tools=[tool], n=2, extra_body={"use_beam_search": True}
+                )
+        assert not api.requests
+
+    run(story())
+
+
+def test_each_choice_of_a_chat_has_its_messages() -> None:
+    """The router reads calls and reasoning from the output of a chat, and of nothing else."""
+
+    async def story() -> None:
+        api = FakeApi()
+        async with served(api) as base, client(base) as c:
+            await c.chat.completions.create(model=MODEL, messages=HELLO, n=3)
+        assert len({str(request.prompt) for request in api.requests}) == 1
+
+    run(story())
+
+
 def test_a_search_longer_than_the_context_is_refused() -> None:
     async def story() -> None:
         api = Scored(max_prompt_tokens=10)

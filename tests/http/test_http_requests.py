@@ -92,7 +92,7 @@ def test_messages() -> None:
 
 
 def test_unknown_fields_are_tolerated() -> None:
-    assert chat(user="u", store=True, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
+    assert chat(user="u", store=False, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
@@ -237,7 +237,7 @@ def test_the_last_of_two_equal_names_counts() -> None:
 NULL, BOOL, INT, FLOAT, TEXT, LIST, OBJECT = None, True, 1, 1.5, "user", [], {}
 """A value of each of JSON's types; numbers with and without a fraction are told apart."""
 TAKEN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key"], (TEXT,)),
+    **dict.fromkeys(["model", "request_id", "cache_salt", "slo_class", "session_id", "prompt_cache_key", "user"], (TEXT,)),
     **dict.fromkeys(["deadline_s", "temperature", "top_p", "min_p"], (INT, FLOAT)),
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
@@ -255,7 +255,8 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["top_logprobs", "tool_choice", "continue_final_message"], ()),
     "tools": (LIST,),
     "chat_template_kwargs": (OBJECT,),
-    "reasoning_effort": (TEXT,),
+    **dict.fromkeys(["reasoning_effort", "safety_identifier"], (TEXT,)),
+    "metadata": (OBJECT,),
 }
 
 

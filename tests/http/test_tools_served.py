@@ -221,13 +221,40 @@ def test_the_chat_command_shows_reasoning() -> None:
     run(story())
 
 
+def test_each_choice_has_calls_of_its_own() -> None:
+    async def story() -> None:
+        async with speaking(SPOKEN) as (_, client):
+            made = await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, n=3)
+            ids: set[str] = set()
+            for choice in made.choices:
+                calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
+                assert [(call.function.name, call.function.arguments) for call in calls] == CALLED
+                assert choice.finish_reason == "tool_calls"
+                ids.update(call.id for call in calls)
+            assert len(ids) == 6
+            told = [["", ""], ["", ""], ["", ""]]
+            stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, n=3, stream=True)
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    for piece in choice.delta.tool_calls or ():
+                        assert piece.function is not None
+                        told[choice.index][piece.index] += piece.function.arguments or ""
+            assert told == [[arguments for _, arguments in CALLED]] * 3
+
+    run(story())
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools: the model's chat template renders no tools", {"tools": TOOLS, "template": "{{ messages }} <tool_call>"}),
     ("tools: the router knows no form of calls", {"tools": TOOLS, "template": "{{ messages[0].content }}{{ tools }}"}),
     ("tools: are not allowed beside response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
-    ("tools[0].function.strict: is only enforced", {"tools": [
-        {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
-    ]}),
+    ("tools[0].function.strict: is not enforced for calls of the form granite", {
+        "template": "{{ tools }}<|tool_call|>", "tools": [{"type": "function", "function": {"name": "f", "strict": True}}],
+    }),
+    ("tools: cannot be compiled", {"tools": [{"type": "function", "function": {
+        "name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+    }}]}),
+    ("tools: are not allowed beside a beam search", {"tools": TOOLS, "use_beam_search": True, "n": 2}),
     ("tool_choice: is only allowed with tools", {"tool_choice": "required"}),
     ("tool_choice: 'f' is none of the tools", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("chat_template_kwargs.style: is no variable", {"chat_template_kwargs": {"style": "short"}}),

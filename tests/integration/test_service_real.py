@@ -170,6 +170,29 @@ def test_chat_streamed_whole_and_in_parts_is_one_answer(client):
     assert whole.usage.completion_tokens == 12
 
 
+def test_a_response_is_the_answer_of_a_chat_token_for_token(client):
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0.9, "extra_body": {"seed": 11, "ignore_eos": True}}
+    chat = client.chat.completions.create(
+        messages=[{"role": "system", "content": "Be brief"}, *HELLO], max_completion_tokens=16, logprobs=True, **fields
+    )
+    own: dict[str, Any] = {
+        "instructions": "Be brief", "input": HELLO, "max_output_tokens": 16,
+        "include": ["message.output_text.logprobs"], **fields,
+    }  # fmt: skip
+    whole = client.responses.create(**own)
+    with client.responses.stream(**own) as stream:
+        events = list(stream)
+    streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    final = events[-1].response
+    tokens = [(one.token, one.logprob) for one in chat.choices[0].logprobs.content]
+    assert len(tokens) == 16
+    assert [(one.token, one.logprob) for one in whole.output[0].content[0].logprobs] == tokens
+    assert [(one.token, one.logprob) for one in streamed] == tokens
+    assert whole.output_text == final.output_text == chat.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 16)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
 def test_token_ids_and_several_prompts(client):
     one = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4, temperature=0)
     both = client.completions.create(model=MODEL, prompt=[[1, 2, 3], [4, 5]], max_tokens=4, temperature=0)

@@ -10,6 +10,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
+from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
@@ -269,6 +270,10 @@ class Stage:
         self.leave(peer)
         return self.join(peer.hello.worker_id, peer.next_role, flips=peer.hello.flips + 1)
 
+    def share(self, peer: Peer) -> None:
+        """A worker tells that it shares blocks, and has none yet."""
+        self.tell(ev.PrefixSeen(peer.link, PrefixDelta(1, (), (), 0, full=True)))
+
     def heartbeat(self, peer: Peer, *, free: int = 16, queued_tokens: int = 0, last: Handle | None = None) -> None:
         """`last`: the last command that its counts include; without it, all that it was sent."""
         counts = BlockCounts(16, free, 0, 16 - free, 0)
@@ -287,8 +292,10 @@ class Stage:
         placement: Placement | None = None,
         slo: SloClass = DEFAULT_CLASS,
         session_id: str = "",
+        leader: str = "",
+        keys: tuple[int, ...] = (),
     ) -> Outcome:
-        """Raises what the core raises."""
+        """Raises what the core raises. `keys` are those of the prompt's full blocks."""
         request_id = RequestId(name)
         outcome = Outcome()
         before = self.outcomes.get(request_id)
@@ -301,6 +308,8 @@ class Stage:
             placement=placement,
             slo=slo,
             session_id=session_id,
+            prefix_keys=keys,
+            leader=RequestId(leader),
         )
         try:
             self.tell(submit)

@@ -135,6 +135,9 @@ class EchoRouter:
         """Describe the echo."""
         return ModelInfo("echo", "EchoForNobody", 1 << 20, 101, 16, "float32", "float32", 4, (0,), False)
 
+    def ignored_fields(self, endpoint: str, count: int) -> None:
+        """Count nothing."""
+
     def metrics(self) -> bytes:
         """Return one metric."""
         return b"echo_up 1\n"

@@ -122,6 +122,36 @@ def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
     assert answers == [("get_weather", {"city": "Rome", "days": 2}, "tool_calls")] * 2
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_strict_calls_are_valid_where_the_model_decides(client: openai.OpenAI, parallel: bool) -> None:
+    """The history shows calls that the schema forbids, and the model still makes none of these."""
+    tools: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    talk: list[Any] = []
+    for days in (12, 30, 20):
+        function = {"name": "get_weather", "arguments": json.dumps({"city": "Wien", "days": days})}
+        call = {"id": str(days), "type": "function", "function": function}
+        talk += [
+            {"role": "user", "content": f"Weather in Wien for {days} days?"},
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+            {"role": "tool", "tool_call_id": str(days), "content": "sunny"},
+        ]
+    talk.append({"role": "user", "content": "Weather in Wien for 15 days?"})
+    answers = []
+    for placement in ("disaggregated", "colocated"):
+        fields: Any = {"parallel_tool_calls": parallel, "extra_body": {"placement": placement}}
+        (choice,) = client.chat.completions.create(
+            model="", messages=talk, tools=tools, temperature=0, max_completion_tokens=120, **fields
+        ).choices
+        calls = [one.function for one in choice.message.tool_calls or () if one.type == "function"]
+        assert calls
+        assert parallel or len(calls) == 1
+        if choice.finish_reason == "tool_calls":
+            for called in calls:
+                jsonschema.validate(json.loads(called.arguments), SCHEMAS[called.name])
+        answers.append([(called.name, called.arguments) for called in calls])
+    assert answers[0] == answers[1]
+
+
 def test_the_agent_loop_of_the_examples_runs(cluster: ProcessCluster) -> None:
     command = [
         sys.executable,

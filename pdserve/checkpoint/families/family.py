@@ -40,8 +40,8 @@ class TensorNames:
     def under(self, prefix: str, beside: tuple[str, ...]) -> TensorNames:
         """Return the names in a model that has this one as a part. beside: beginnings of the names of its other parts."""
         layer = {part: prefix + name for part, name in self.layer.items()}
-        embedding, norm, head = prefix + self.embedding, prefix + self.norm, prefix + self.head
-        return replace(self, layer=layer, beside=beside, embedding=embedding, norm=norm, head=head)
+        embedding, norm, head = (prefix + name for name in (self.embedding, self.norm, self.head))
+        return replace(self, embedding=embedding, layer=layer, norm=norm, head=head, beside=beside)
 
     def of(self, part: str, layer: int, expert: int | None = None) -> str:
         """Return the name of a part of a layer, or of one of its experts."""

@@ -1,8 +1,9 @@
-"""The JSON schema of an output that must be calls. Pure."""
+"""The grammars of outputs that must be calls, and of those whose calls must be valid. Pure."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,21 +19,49 @@ def schema_of_arguments(parameters: str) -> str:
 def schema_of_calls(parameters: Mapping[str, str], most: int | None) -> str:
     """Return the schema of a list of calls, at most `most`, each an object with a name and parameters. `parameters` has the
     schema of each tool by its name."""
+    held, calls = _calls({name: _object(text) for name, text in parameters.items()}, "parameters")
+    listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": held}
+    return json.dumps(listed if most is None else {**listed, "maxItems": most})
+
+
+def grammar_of_calls(
+    parameters: Mapping[str, str | None], marks: tuple[str, str], most: int | None, options: Mapping[str, Any]
+) -> str:
+    """Return the Lark grammar of any text in which each call between the two marks is valid, with at most `most` calls.
+
+    `parameters` has the schema of each tool by its name; None: its arguments may be any object. `options` are those of the
+    compiler of schemas.
+    """
+    schemas = {name: {"type": "object"} if text is None else _object(text) for name, text in parameters.items()}
+    held, calls = _calls(schemas, "arguments")
+    schema = json.dumps({"anyOf": calls, "$defs": held, **options})
+    begin = re.escape(marks[0]).replace("/", r"\/")
+    times = "*" if most is None else f"{{0,{most}}}"
+    return (
+        f"start: (head blanks call blanks {json.dumps(marks[1])}){times} LAST?\n"
+        f"head[lazy]: /(?s:.*){begin}/\n"
+        f"call: %json {schema}\n"
+        "blanks: /[ \\n]{0,4}/\n"
+        f"LAST: /(?s:.+)/ & ~/(?s:.*){begin}(?s:.*)/\n"
+    )
+
+
+def _calls(schemas: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return definitions of the schemas, and the schema of a call of each tool, whose arguments are called `key`."""
     held: dict[str, Any] = {}
     calls = []
-    for index, (name, text) in enumerate(parameters.items()):
-        key = f"tool{index}"
-        held[key] = _moved(_object(text), f"#/$defs/{key}")
+    for index, (name, schema) in enumerate(schemas.items()):
+        place = f"tool{index}"
+        held[place] = _moved(schema, f"#/$defs/{place}")
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{key}"}},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{place}"}},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
         )
-    listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": held}
-    return json.dumps(listed if most is None else {**listed, "maxItems": most})
+    return held, calls
 
 
 def _object(parameters: str) -> dict[str, Any]:

@@ -23,12 +23,14 @@ class CallForm:
     machine: type[CallMachine]
     sign: str
     marks: tuple[str, ...]
+    pair: tuple[str, str] | None = None
+    """The marks around one call, which is an object with a name and arguments. None: a call has another form."""
     id_chars: int = 0
     """Ids of calls have so many letters and digits, because the family's template takes no others. 0: ids are of any form."""
 
 
 CALL_FORMS: Final[dict[str, CallForm]] = {
-    "hermes": CallForm(Hermes, "<tool_call>", ("<tool_call>", "</tool_call>")),
+    "hermes": CallForm(Hermes, "<tool_call>", ("<tool_call>", "</tool_call>"), ("<tool_call>", "</tool_call>")),
     "mistral": CallForm(Mistral, "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9),
     "deepseek_v3": CallForm(
         DeepseekV3,

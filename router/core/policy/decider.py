@@ -35,6 +35,8 @@ class Reason(Enum):
     """The prefill worker computes too slowly."""
     CACHED_SUFFIX = "cached_suffix"
     """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
+    SIBLING = "sibling"
+    """The decode worker has the KV of the request's leader, which has the same prompt."""
     TRANSFER = "transfer"
     """The KV would take too long to move."""
     DEFAULT = "default"

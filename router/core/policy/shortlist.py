@@ -26,6 +26,8 @@ class Why(Enum):
     DRAWN = "drawn"
     SCORE = "score"
     """A policy that scores all workers picked it. Its author knows more."""
+    LEADER = "leader"
+    """The worker has the KV of the request's leader, which has the same prompt."""
     PROBE = "probe"
     """The router has to find out whether KV passes through this worker."""
 

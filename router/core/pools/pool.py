@@ -214,13 +214,13 @@ class Pool:
 
         A drawn worker has the same chance as every other one, unless many are not allowed.
         """
-        kept = [link for link in self.kept if self._takes(link, ask)] if self.kept else []
+        kept = [link for link in self.kept if self.takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
         if not tiers:
             return kept
         if which.everyone:
             return sorted([*kept, *(link for tier in tiers for link in self._roomy(tier, ask))])
-        found = dict.fromkeys(link for link in near if self._takes(link, ask))
+        found = dict.fromkeys(link for link in near if self.takes(link, ask))
         if which.least_loaded:
             found.update(dict.fromkeys(self._first([tier.by_load for tier in tiers], which.least_loaded, ask)))
         if which.least_recent:
@@ -243,7 +243,8 @@ class Pool:
                     best = found
         return None if best is None else self._workers[best[1]]
 
-    def _takes(self, link: LinkId, ask: Ask) -> bool:
+    def takes(self, link: LinkId, ask: Ask) -> bool:
+        """Tell whether a worker may take the request."""
         state = self._states.get(link)
         return (
             state is not None
@@ -293,7 +294,7 @@ class Pool:
             for tier in tiers:
                 if position < len(tier.by_turn):
                     link = tier.by_turn[position][1]
-                    if self._takes(link, ask):
+                    if self.takes(link, ask):
                         found[link] = None
                     break
                 position -= len(tier.by_turn)

@@ -140,6 +140,11 @@ class PrefixIndex:
                 self._free.append(slot)
             return
 
+    def shares(self, link: LinkId) -> bool:
+        """Tell whether a worker is known to share blocks: one that does tells so with its first heartbeats."""
+        holder = self._holders.get(link)
+        return holder is not None and holder.number > 0
+
     # Deltas --------------------------------------------------------------------------------------------------------------
 
     def apply(self, link: LinkId, delta: PrefixDelta, *, now_s: float) -> bool:

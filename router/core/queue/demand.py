@@ -23,7 +23,7 @@ class Demand:
     def admitted(self, request: LiveRequest) -> None:
         """Count a request that was admitted. One that is shed later was admitted as well."""
         self._requests += 1
-        self._prompt_tokens += len(request.spec.prompt_ids)
+        self._prompt_tokens += request.new_prompt_tokens
 
     def count_refusal(self) -> None:
         """Count a request that was refused because of the load."""
@@ -44,7 +44,7 @@ class Demand:
         new_since_s = now_s
         queued_tokens = 0
         for request in waiting:
-            queued_tokens += len(request.spec.prompt_ids)
+            queued_tokens += request.new_prompt_tokens
             if not request.replay:  # a replay was served before, so its arrival says nothing about the queue
                 new_since_s = min(new_since_s, request.times.arrived_s)
         return DemandCounts(

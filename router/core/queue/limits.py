@@ -3,7 +3,8 @@ should try again. Pure.
 
 New requests are bounded by count and tokens, all together and by class. A full queue makes room for a class of higher priority:
 the youngest requests of the lowest class are shed. Replays are neither bounded nor shed: each was counted when it was new, and
-to end one would lose tokens that a client already has.
+to end one would lose tokens that a client already has. Siblings come with their leader: they are counted, without the prompt
+that they share, and never refused.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class QueueLimits:
         if not self._fits(requests, tokens, prompt_tokens):
             for request in self._lowest(slo.priority):
                 shed.append(request)
-                requests, tokens = requests - 1, tokens - len(request.spec.prompt_ids)
+                requests, tokens = requests - 1, tokens - request.new_prompt_tokens
                 if self._fits(requests, tokens, prompt_tokens):
                     return shed
             raise Overloaded(
@@ -108,7 +109,7 @@ class QueueLimits:
         mine = self._classes.get(request.slo.name)
         if mine is None:
             mine = self._classes[request.slo.name] = _Class(request.slo)
-        tokens = len(request.spec.prompt_ids)
+        tokens = request.new_prompt_tokens
         mine.requests[request.request_id] = request
         mine.tokens += tokens
         self._new += 1
@@ -119,7 +120,7 @@ class QueueLimits:
         self._replays.discard(request.request_id)
         mine = self._classes.get(request.slo.name)
         if mine is not None and mine.requests.pop(request.request_id, None) is not None:
-            tokens = len(request.spec.prompt_ids)
+            tokens = request.new_prompt_tokens
             mine.tokens -= tokens
             self._new -= 1
             self._new_tokens -= tokens
@@ -143,8 +144,8 @@ class QueueLimits:
         all_ = list(waiting)
         new = [r for r in all_ if not r.replay]
         assert self._replays == {r.request_id for r in all_ if r.replay}
-        assert (self._new, self._new_tokens) == (len(new), sum(len(r.spec.prompt_ids) for r in new))
+        assert (self._new, self._new_tokens) == (len(new), sum(r.new_prompt_tokens for r in new))
         assert sum(len(one.requests) for one in self._classes.values()) == len(new)
         for name, one in self._classes.items():
             assert set(one.requests) == {r.request_id for r in new if r.slo.name == name}
-            assert one.tokens == sum(len(r.spec.prompt_ids) for r in one.requests.values())
+            assert one.tokens == sum(r.new_prompt_tokens for r in one.requests.values())

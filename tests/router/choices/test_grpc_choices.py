@@ -97,6 +97,7 @@ def test_a_cancel_of_the_first_choice_or_of_the_call_ends_all(leaves: bool) -> N
                 told = dict(caught.value.trailing_metadata() or ())
                 assert json.loads(told[TIMELINE_METADATA])["request_id"].startswith(asked.request_id)
                 assert not (await cluster.stub.Cancel(asked)).found
+            await cluster.decode.wait_for(lambda: not cluster.service._open)
             cluster.decode.gate.set()
             await cluster.assert_idle()
 

@@ -58,7 +58,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.hints: list[float] = []
         self.bugs_allowed = 0
         self.stage.join("prefill-0", Role.PREFILL)
-        self.stage.join("decode-0", Role.DECODE)
+        self.stage.share(self.stage.join("decode-0", Role.DECODE))
 
     def _peer(self, pick: int) -> Peer:
         peers = list(self.stage.peers.values())
@@ -74,7 +74,9 @@ class CoreMachine(RuleBasedStateMachine):
         incarnation = self.incarnations if before is None or restarted else before.hello.incarnation
         versions = {"oldest_peer_version": 7, "peer_version": 8} if newer == 5 else {}
         # It has no jobs: a worker that loses its link drops its work.
-        self.stage.join(worker_id, role, incarnation=incarnation, **versions)
+        peer = self.stage.join(worker_id, role, incarnation=incarnation, **versions)
+        if self.incarnations % 2 and peer.link in self.stage.peers:
+            self.stage.share(peer)
 
     @precondition(lambda self: self.stage.peers)
     @rule(pick=PICK)
@@ -107,6 +109,43 @@ class CoreMachine(RuleBasedStateMachine):
             pass  # nobody there to serve it as asked
         except Overloaded as exc:
             self.hints.append(exc.retry_after_s)
+
+    @rule(
+        n=st.integers(2, 4),
+        prompt_len=st.integers(1, 40),
+        max_tokens=st.integers(1, 6),
+        deadline_s=st.floats(0.5, DEADLINE_MAX_S),
+        placement=st.sampled_from([None, *Placement]),
+        late=st.integers(0, 30),
+    )
+    def submit_group(
+        self, n: int, prompt_len: int, max_tokens: int, deadline_s: float, placement: Placement | None, late: int
+    ) -> None:
+        """Choices of one prompt: a leader, and siblings that come at once or when it has gone on. A leader that is refused has
+        no siblings."""
+        leader, keys = "", tuple(range(1, prompt_len // 4 + 1))
+        for _ in range(n):
+            self.names += 1
+            name = f"r{self.names}"
+            try:
+                self.stage.submit(
+                    name,
+                    prompt_len=prompt_len,
+                    max_tokens=max_tokens,
+                    deadline_s=deadline_s,
+                    placement=placement,
+                    leader=leader,
+                    keys=keys,
+                )
+            except Unavailable:
+                pass
+            except Overloaded as exc:
+                assert not leader, "a group is half refused"
+                self.hints.append(exc.retry_after_s)
+            leader = leader or name
+            if RequestId(leader) not in self.stage.outcomes:
+                return
+            self.bustle(late, late)
 
     @precondition(lambda self: self.names)
     @rule(pick=PICK)
@@ -278,7 +317,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert (demand.requests, demand.refused) == (len(stage.outcomes), len(self.hints))
         assert demand.output_tokens >= sum(len(o.emitted) for o in stage.outcomes.values())
         assert self.bugs_allowed or demand.output_tokens == sum(len(o.emitted) for o in stage.outcomes.values())
-        assert demand.queued_prompt_tokens == sum(len(r.spec.prompt_ids) for r in waiting)
+        assert demand.queued_prompt_tokens == sum(0 if r.leader else len(r.spec.prompt_ids) for r in waiting)
         assert demand.longest_wait_s == max([stage.now_s - r.times.arrived_s for r in waiting if not r.replay], default=0.0)
         ended = [(o.report, o.ended) for o in stage.outcomes.values() if o.report is not None]
         told = [r for r, how in ended if how != ["cancelled"] or False in (r.ttft_met, r.tpot_met)]
@@ -334,6 +373,14 @@ def chaos(machine: CoreMachine, random: Random) -> None:
             placement=random.choice([None, None, *Placement]),
             slo=random.choice(CLASSES),
         ): 20,
+        lambda: machine.submit_group(
+            random.randint(2, 4),
+            random.randint(1, 40),
+            random.randint(1, 6),
+            random.uniform(1, DEADLINE_MAX_S),
+            random.choice([None, None, *Placement]),
+            random.choice([0, 0, random.randint(1, 20)]),
+        ): 4,
         lambda: machine.bustle(pick, random.randint(1, 8)): 60,
         lambda: machine.client_gone(random.randrange(machine.names)) if machine.names else None: 3,
         lambda: machine.refuse(pick, random.randint(1, 3)): 3,

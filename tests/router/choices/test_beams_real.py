@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from real_service import APART, QUICK_BEATS, TOGETHER, tiny
 
+from pdserve.config import MIB, EngineConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from testkit.client import request
 from testkit.processes import ProcessCluster
@@ -19,6 +19,7 @@ from testkit.random_models import reference_logits, write_random
 
 pytestmark = pytest.mark.cluster
 
+APART, TOGETHER = common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED
 VOCAB = 512
 ENDS = tuple(range(0, VOCAB, 9))  # so many that ends of sequence are likely
 BOUND_S = 120.0
@@ -31,7 +32,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
     pytest.importorskip("transformers")
     directory: Path = tmp_path_factory.mktemp("model")
     model = write_random(directory, "llama", eos_token_id=list(ENDS))
-    with ProcessCluster(tiny(model=str(directory), enable_prefix_caching=True), worker=QUICK_BEATS) as cluster:
+    engine = EngineConfig(
+        model=str(directory),
+        dtype="float32",
+        batch_invariant=True,
+        kv_cache_memory=16 * MIB,
+        max_num_batched_tokens=64,
+        threads=1,
+    )
+    with ProcessCluster(engine, worker={"heartbeat_interval_s": 0.05}) as cluster:
         with grpc.insecure_channel(cluster.grpc) as channel:
             yield model, inference_pb2_grpc.InferenceStub(channel)
         cluster.assert_empty()

@@ -1,0 +1,100 @@
+"""The schemas of answers and errors, and those statuses that clients of the HTTP front end can meet."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pdserve.core.error_table import TABLE
+from pdserve.core.errors import ErrorCode
+
+_TEXT: Final = {"type": "string"}
+_COUNT: Final = {"type": "integer", "minimum": 0}
+_REPORT: Final = {"type": "object", "description": "How the request was served: workers, times, bytes of KV."}
+
+_OPERATORS: Final = (
+    ErrorCode.UNKNOWN_WORKER,
+    ErrorCode.WORKER_ID_TAKEN,
+    ErrorCode.UNKNOWN_REQUEST,
+    ErrorCode.STALE_ORDER,
+    ErrorCode.CANNOT_FLIP,
+)
+"""The errors of operators' calls, which HTTP does not have."""
+
+
+def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {**required, **optional}, "required": [*required]}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _const(*values: Any) -> dict[str, Any]:
+    return {"enum": [*values]}
+
+
+_FINISH: Final = _const("stop", "length", "tool_calls", None)
+_NAMED: Final = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
+_LOGPROBS: Final = {"type": ["object", "null"]}
+_USAGE: Final = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
+_CHAT_CHOICE: Final = {
+    "index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS,
+    "message": _object({"role": _const("assistant"), "content": {"type": ["string", "null"]}}),
+}  # fmt: skip
+_TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "text": _TEXT}
+_RESPONSE_USAGE: Final = {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
+_LIMITS: Final = {
+    "max_prompt_tokens": _COUNT, "max_body_bytes": _COUNT, "max_prompts": _COUNT, "max_messages": _COUNT, "max_n": _COUNT,
+    "max_tools": _COUNT, "max_logprobs": _COUNT, "max_stop": _COUNT, "max_stop_token_ids": _COUNT, "max_logit_bias": _COUNT,
+    "max_deadline_s": {"type": "number"},
+}  # fmt: skip
+_CARD: Final = {
+    "id": _TEXT, "object": _const("model"), "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT, "vocab_size": _COUNT,
+    "limits": _object(_LIMITS),
+}  # fmt: skip
+
+ANSWERS: Final[dict[str, dict[str, Any]]] = {
+    "Completion": _object(
+        {**_NAMED, "object": _const("text_completion"), "choices": _list(_object(_TEXT_CHOICE)), "usage": _USAGE},
+        pdserve=_REPORT,
+    ),
+    "ChatCompletion": _object(
+        {**_NAMED, "object": _const("chat.completion"), "choices": _list(_object(_CHAT_CHOICE)), "usage": _USAGE},
+        pdserve=_REPORT,
+    ),
+    "Response": _object(
+        {
+            "id": _TEXT, "object": _const("response"), "created_at": _COUNT, "model": _TEXT,
+            "status": _const("completed", "incomplete", "in_progress", "failed"), "output": _list({"type": "object"}),
+            "error": {"type": ["object", "null"]}, "incomplete_details": {"type": ["object", "null"]}, "store": _const(False),
+            "usage": {"anyOf": [_object(_RESPONSE_USAGE), {"type": "null"}]},
+        },
+        pdserve=_REPORT,
+    ),
+    "Tokens": _object(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _list(_COUNT)},
+        token_strs={"anyOf": [_list(_TEXT), {"type": "null"}]},
+    ),
+    "Text": _object({"prompt": _TEXT}),
+    "Version": _object({"version": _TEXT}),
+    "Model": _object(_CARD),
+    "Models": _object({"object": _const("list"), "data": _list({"$ref": "#/components/schemas/Model"})}),
+    "Health": _object({"status": _const("ready", "unavailable")}, reason=_TEXT),
+    "Service": _object({"service": _const("pdserve"), "version": _TEXT, "model": _TEXT}),
+    "Error": _object({
+        "error": _object({
+            "message": _TEXT, "type": _TEXT, "code": _TEXT,
+            "param": {"type": ["string", "null"], "description": "The field that is wrong, as the client wrote it."},
+        }),
+    }),
+}  # fmt: skip
+"""The schemas of answers by name."""
+
+
+def error_statuses() -> dict[str, str]:
+    """Return the codes of errors by HTTP status, as a text."""
+    found: dict[int, list[str]] = {}
+    for code, row in TABLE.items():
+        if code not in _OPERATORS:
+            found.setdefault(row.http, []).append("model_not_found" if code is ErrorCode.UNKNOWN_MODEL else code.value)
+    return {str(status): ", ".join(codes) for status, codes in sorted(found.items())}

@@ -1,0 +1,229 @@
+"""The body of `/v1/responses` becomes a chat. Errors name its fields as the client wrote them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.limits import MAX_MESSAGES
+from pdserve.core.sampling import SamplingParams
+from router.openai.body import ChatBody, JsonSchema, ResponseFormat
+from router.openai.errors import encode_json
+from router.openai.ignored import Ignored, decode_body, joined
+from router.openai.json import decode, refuse, show
+from router.openai.request import NO_HEADERS, Call, ClassHeaders, chat_call
+from router.openai.responses.body import (
+    LOGPROBS,
+    SHARED,
+    FunctionChoice,
+    FunctionTool,
+    ItemKind,
+    ResponsesBody,
+    TextOptions,
+)
+from router.openai.responses.items import Turns
+from router.openai.responses.names import Names
+from router.openai.tools import MAX_TOOLS
+from router.openai.unsupported import refuse_unsupported
+
+MAX_METADATA: Final = 16  # OpenAI's limits: pairs, and characters of a key and of a value
+MAX_KEY_CHARS: Final = 64
+MAX_VALUE_CHARS: Final = 512
+_BODY: Final = msgspec.json.Decoder(ResponsesBody)
+_KIND: Final = msgspec.json.Decoder(ItemKind)
+_TOOL: Final = msgspec.json.Decoder(FunctionTool)
+_CHOICE: Final = msgspec.json.Decoder(FunctionChoice)
+_VALUE: Final = msgspec.json.Decoder()
+_DEFAULTS: Final = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """One request of `/v1/responses`: a chat of one choice, and what its answer repeats."""
+
+    call: Call
+    ignored: Ignored
+    repeated: bytes
+    """The fields of the answer that are those of the request, as members of a JSON object."""
+    logprobs: bool
+    names: Names
+
+    @property
+    def request_id(self) -> str:
+        """The router's own unique id of the request."""
+        return self.call.request_id
+
+    @property
+    def correlation_id(self) -> str:
+        """The client's name for the request."""
+        return self.call.correlation_id
+
+
+def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> ResponsesCall:
+    """Parse a body of `/v1/responses`. Raises `InvalidRequest` naming the field."""
+    fields, ignored = decode_body(body, _BODY)
+    refuse_unsupported(fields)
+    if fields.stream_options is not None:
+        refuse_unsupported(fields.stream_options, "stream_options.")
+        if not fields.stream:
+            raise refuse("stream_options", "is only allowed with stream: true")
+    logprobs = _logprobs(fields)
+    turns = _turns(fields)
+    tools, left_out = _tools(fields.tools or [])
+    effort = None
+    if fields.reasoning is not None:
+        refuse_unsupported(fields.reasoning, "reasoning.")
+        effort = fields.reasoning.effort
+    chat = ChatBody(
+        messages=turns.messages,
+        max_completion_tokens=fields.max_output_tokens,
+        logprobs=logprobs or None,
+        top_logprobs=fields.top_logprobs if logprobs else None,
+        response_format=_format(fields.text),
+        tools=[_chats_tool(tool) for tool in tools] or None,
+        tool_choice=_chats_choice(fields.tool_choice),
+        reasoning_effort=effort,
+        **{name: getattr(fields, name) for name in SHARED},
+    )
+    _check_metadata(fields.metadata or {})
+    names = turns.names(formatted=chat.response_format is not None)
+    try:
+        call = chat_call(chat, header_id, headers)
+    except InvalidRequest as exc:
+        raise names.renamed(exc) from exc
+    return ResponsesCall(call, joined([ignored, *turns.left_out, *left_out]), _repeated(fields, tools), logprobs, names)
+
+
+def _logprobs(fields: ResponsesBody) -> bool:
+    for i, entry in enumerate(fields.include or []):
+        if entry != LOGPROBS:
+            raise refuse(f"include[{i}]", f"{show(entry)} is not supported; only {LOGPROBS!r} is")
+    if fields.top_logprobs and not fields.include:
+        raise refuse("top_logprobs", f"is only allowed with {LOGPROBS!r} in include")
+    return bool(fields.include)
+
+
+def _turns(fields: ResponsesBody) -> Turns:
+    """Return the messages of the chat."""
+    turns = Turns()
+    if fields.instructions is not None:
+        turns.say("system", fields.instructions, "instructions")
+    if fields.input is None:
+        raise refuse("input", "is missing")
+    if isinstance(fields.input, str):
+        turns.say("user", fields.input, "input")
+        return turns
+    if not fields.input:
+        raise refuse("input", "must hold at least one item")
+    most = MAX_MESSAGES - (fields.instructions is not None)
+    if len(fields.input) > most:
+        raise refuse("input", f"holds {len(fields.input)} items; at most {most} are allowed")
+    for i, raw in enumerate(fields.input):
+        turns.add(bytes(raw), f"input[{i}]")
+    return turns
+
+
+def _tools(raws: list[msgspec.Raw]) -> tuple[list[FunctionTool], list[Ignored]]:
+    """Return the tools, and the fields of each that were left out."""
+    if len(raws) > MAX_TOOLS:
+        raise refuse("tools", f"holds {len(raws)} tools; at most {MAX_TOOLS} are allowed")
+    tools, left_out = [], []
+    for i, raw in enumerate(raws):
+        place = f"tools[{i}]"
+        kind = decode(bytes(raw), _KIND, place).type
+        if kind != "function":
+            raise refuse(f"{place}.type", f"{show(kind)} is not supported; only 'function' is")
+        tool, ignored = decode_body(bytes(raw), _TOOL, place)
+        refuse_unsupported(tool, f"{place}.")
+        if tool.name is None:
+            raise refuse(f"{place}.name", "is missing")
+        tools.append(tool)
+        left_out.append(ignored)
+    return tools, left_out
+
+
+def _chats_tool(tool: FunctionTool) -> msgspec.Raw:
+    """Return a tool as a chat writes it."""
+    function = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    return msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
+
+
+def _chats_choice(choice: str | dict[str, msgspec.Raw] | None) -> str | dict[str, msgspec.Raw] | None:
+    """Return the choice of tools as a chat writes it."""
+    if not isinstance(choice, dict):
+        return choice
+    chosen, _ = decode_body(msgspec.json.encode(choice), _CHOICE, "tool_choice")
+    if chosen.type != "function":
+        raise refuse("tool_choice.type", f"{show(chosen.type)} is not supported; only 'function' is")
+    if chosen.name is None:
+        raise refuse("tool_choice.name", "is missing")
+    function = msgspec.Raw(msgspec.json.encode({"name": chosen.name}))
+    return {"type": msgspec.Raw(b'"function"'), "function": function}
+
+
+def _format(options: TextOptions | None) -> ResponseFormat | None:
+    """Return the form of the text as a chat writes it."""
+    if options is None:
+        return None
+    refuse_unsupported(options, "text.")
+    form = options.format
+    if form is None:
+        return None
+    if form.type != "json_schema":
+        if bytes(form.schema) != b"null":
+            raise refuse("text.format.schema", "is only allowed with type json_schema")
+        return ResponseFormat(form.type)
+    return ResponseFormat("json_schema", JsonSchema(form.schema))
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise refuse("metadata", f"holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+            raise refuse("metadata", f"allows {MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value")
+
+
+def _repeated(fields: ResponsesBody, tools: list[FunctionTool]) -> bytes:
+    """Return the members of the answer that repeat the request. Where the client gave no value, it is the default."""
+    form: dict[str, Any] = {"type": "text"}
+    if fields.text is not None and fields.text.format is not None:
+        own = fields.text.format
+        form = {name: value for name in ("type", "name", "description", "strict") if (value := getattr(own, name)) is not None}
+        if own.type == "json_schema":
+            form["schema"] = decode(bytes(own.schema), _VALUE, "text.format.schema")
+    values: dict[str, Any] = {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "safety_identifier": fields.safety_identifier,
+        "temperature": _DEFAULTS.temperature if fields.temperature is None else fields.temperature,
+        "text": {"format": form},
+        "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
+        "tool_choice": _told_choice(fields.tool_choice),
+        "tools": [_told_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": _DEFAULTS.top_p if fields.top_p is None else fields.top_p,
+        "user": fields.user,
+    }
+    try:
+        return encode_json(values)[1:-1]
+    except RecursionError as exc:
+        raise refuse("body", "is nested too deeply") from exc
+
+
+def _told_choice(choice: str | dict[str, msgspec.Raw] | None) -> Any:
+    if choice is None:
+        return "auto"
+    return choice if isinstance(choice, str) else decode(msgspec.json.encode(choice), _VALUE, "tool_choice")
+
+
+def _told_tool(tool: FunctionTool, place: str) -> dict[str, Any]:
+    parameters = decode(bytes(tool.parameters), _VALUE, f"{place}.parameters")
+    told = {"type": "function", "name": tool.name, "description": tool.description}
+    return {**told, "parameters": parameters, "strict": tool.strict}
