@@ -122,9 +122,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
     choices = read_choices(body, len(prompts), common)
     inputs = _inputs(common, prompts, choices.best_of)
     ids, shown = body.return_token_ids or False, read_shown(body)
-    return Call(
-        chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, ids, choices, shown=shown
-    )
+    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, ids, choices, shown=shown)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:
