@@ -28,6 +28,8 @@ class Answer:
     report: inference_pb2.RequestReport = field(default_factory=inference_pb2.RequestReport)
     arrivals_s: list[float] = field(default_factory=list)
     """Seconds from sending to the arrival of each token at this client."""
+    others: dict[int, Answer] = field(default_factory=dict)
+    """The choices after the first one, by their number."""
 
 
 def request(
@@ -55,16 +57,21 @@ async def collect(stub: inference_pb2_grpc.InferenceStub, message: inference_pb2
     `generate`."""
     began_s = time.monotonic()
     async for part in stub.Generate(message, timeout=TIMEOUT_S):
-        assert not part.ids or part.index == len(answer.ids), "a token is lost or came twice"
-        answer.ids.extend(part.ids)
-        answer.text += part.text
-        if part.HasField("logprobs"):
-            answer.logprobs.extend(unpack_logprobs(part.logprobs, len(part.ids)))
-        answer.arrivals_s.extend([time.monotonic() - began_s] * len(part.ids))
-        if part.finish_reason:
-            answer.finish_reason, answer.usage, answer.report = part.finish_reason, part.usage, part.report
-    assert answer.finish_reason, "the stream ended without a finish reason"
+        _take(part, answer.others.setdefault(part.choice, Answer()) if part.choice else answer, time.monotonic() - began_s)
+    ended = [one.finish_reason for one in (answer, *answer.others.values())]
+    assert all(ended), "a stream ended without a finish reason"
     return answer
+
+
+def _take(part: inference_pb2.GenerateResponse, answer: Answer, arrival_s: float) -> None:
+    assert not part.ids or part.index == len(answer.ids), "a token is lost or came twice"
+    answer.ids.extend(part.ids)
+    answer.text += part.text
+    if part.HasField("logprobs"):
+        answer.logprobs.extend(unpack_logprobs(part.logprobs, len(part.ids)))
+    answer.arrivals_s.extend([arrival_s] * len(part.ids))
+    if part.finish_reason:
+        answer.finish_reason, answer.usage, answer.report = part.finish_reason, part.usage, part.report
 
 
 def generate_all(address: str, messages: Sequence[inference_pb2.GenerateRequest], concurrency: int = 64) -> list[Answer]:

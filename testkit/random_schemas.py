@@ -19,6 +19,32 @@ def random_schema(rng: random.Random, depth: int = 0) -> Schema:
     return rng.choice(leaves + 2 * nodes)(rng, depth)
 
 
+UNSUPPORTED: tuple[Schema, ...] = (
+    {"type": "array", "uniqueItems": True},
+    {"type": "array", "contains": {"type": "null"}},
+    {"type": "string", "not": {"const": "x"}},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "unevaluatedProperties": False},
+    {"type": "object", "propertyNames": {"maxLength": 3}},
+    {"type": "string", "format": "no-such-format"},
+)
+"""Schemas that the library does not enforce. The last key of each, or its value, is what a refusal must name."""
+
+
+def random_schema_of_any_kind(rng: random.Random) -> tuple[Schema, str]:
+    """Draw a schema of which every sixth has a part that is not enforced. Return it, and the name of that part or nothing."""
+    if rng.randrange(6):
+        return random_schema(rng), ""
+    part = rng.choice(UNSUPPORTED)
+    *_, (keyword, value) = part.items()
+    wrapped: list[Schema] = [
+        part,
+        {"type": "object", "properties": {"inner": part}, "required": ["inner"], "additionalProperties": False},
+        {"type": "array", "items": part, "minItems": 1},
+    ]
+    return rng.choice(wrapped), str(value) if keyword == "format" else keyword
+
+
 def _string(rng: random.Random, _: int) -> Schema:
     least = rng.randint(0, 3)
     kinds: list[Schema] = [

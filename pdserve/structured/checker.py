@@ -8,9 +8,8 @@ takes the same work. Grammars are checked one after the other; a known one is no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
+import logging
 import pickle
 import sys
 from collections import OrderedDict
@@ -18,13 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
+from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, Unavailable
 from pdserve.core.structured.constraint import FIELD, Constraint
-from pdserve.structured.child import LENGTH, READY, Verdict
+from pdserve.structured.child import Verdict
+from pdserve.structured.child_process import ChildEnded, ChildProcess
 from pdserve.structured.limits import CHECK_TIMEOUT_S
 
-START_TIMEOUT_S: Final = 60.0  # the child reads the tokenizer, and does so while other processes start as well
-STOP_TIMEOUT_S: Final = 5.0
+log = logging.getLogger(__name__)
+
+TRIES: Final = 2
+"""The attempts to start the child, and to get a verdict if something outside kills it."""
 MAX_WAITING: Final = 64
 """The most constraints that wait for their check. A usual one takes some milliseconds."""
 MAX_KNOWN: Final = 1024
@@ -50,7 +52,8 @@ class GrammarChecker:
         self._turns = asyncio.Lock()
         self._waiting = 0
         self._known: OrderedDict[Constraint, Verdict] = OrderedDict()
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: ChildProcess | None = None
+        self._closed = False
 
     @property
     def child_pid(self) -> int | None:
@@ -69,6 +72,7 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the child. Whoever waits for a verdict gets an error."""
+        self._closed = True
         await self._drop()
 
     async def _judged(self, constraint: Constraint) -> Verdict:
@@ -88,63 +92,69 @@ class GrammarChecker:
     async def _exchange(self, constraint: Constraint) -> Verdict:
         """Ask the child. It ends if it does not answer in time, or if we are cancelled: a late answer must not be taken for
         that of the next constraint. Such a refusal is not kept, since a busy machine may be its reason."""
-        child = await self._ready_child()
-        assert child.stdin is not None
-        assert child.stdout is not None
         field = f"{FIELD}.{constraint.kind.value}"
-        request = pickle.dumps(constraint)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                child.stdin.write(LENGTH.pack(len(request)) + request)
-                await child.stdin.drain()
-                (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-                message, refused = json.loads(
-                    await child.stdout.readexactly(length)
-                )  # no pickle: a grammar may have broken the child
-        except TimeoutError:
-            await self._drop()
-            raise InvalidRequest(f"cannot be compiled within {self._timeout_s:g} s", field=field) from None
-        except (asyncio.IncompleteReadError, ConnectionError) as exc:
-            await self._drop()
-            raise InvalidRequest("cannot be compiled: it takes too much memory or is nested too deeply", field=field) from exc
-        except asyncio.CancelledError:
-            await self._drop()
-            raise
-        return message, refused
-
-    async def _ready_child(self) -> asyncio.subprocess.Process:
-        if self._child is not None and self._child.returncode is not None:  # ended from outside
-            await self._drop()
-        if self._child is None:
-            pipe = asyncio.subprocess.PIPE
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._child = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, env=environment
-            )
-            assert self._child.stdout is not None
+        for _ in range(TRIES):
+            child = await self._ready_child()
             try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    said = await self._child.stdout.readexactly(len(READY))
-            except TimeoutError as exc:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await child.ask(pickle.dumps(constraint))
+            except TimeoutError:
                 await self._drop()
-                raise Overloaded("the process that checks grammars is slow to start", retry_after_s=1.0) from exc
-            except asyncio.IncompleteReadError as exc:
+                raise InvalidRequest(f"cannot be compiled within {self._timeout_s:g} s", field=field) from None
+            except ChildEnded as exc:
                 await self._drop()
-                raise InternalBug("the process that checks grammars ended at its start") from exc
+                self._stay_open()
+                log.warning("the process that checks grammars ended in a check: %s", exc.how)  # its words may quote the grammar
+                if not exc.was_killed:
+                    raise InvalidRequest(
+                        "cannot be compiled: it takes too much memory or is nested too deeply", field=field
+                    ) from exc
             except asyncio.CancelledError:
                 await self._drop()
                 raise
-            assert said == READY
+            else:
+                message, refused = json.loads(answer)  # no pickle: a grammar may have broken the child
+                return message, refused
+        raise Overloaded("the process that checks grammars was killed again and again", retry_after_s=1.0)
+
+    async def _ready_child(self) -> ChildProcess:
+        if self._child is not None and self._child.has_ended:
+            await self._drop()
+        if self._child is None:
+            return await self._started()
         return self._child
+
+    async def _started(self) -> ChildProcess:
+        """Start the child. A start that fails once is tried again, since another process may have caused it: the kernel that
+        was out of memory, or an installation that replaced a file at this moment."""
+        how = ""
+        for _ in range(TRIES):
+            self._stay_open()
+            self._child = child = await ChildProcess.spawn(self._command)
+            try:
+                self._stay_open()  # it may have been closed meanwhile
+                await child.ready()
+            except TimeoutError as exc:
+                await self._drop()
+                raise Overloaded("the process that checks grammars is slow to start", retry_after_s=1.0) from exc
+            except ChildEnded as exc:
+                await self._drop()
+                self._stay_open()
+                log.error("the process that checks grammars ended at its start: %s\n%s", exc.how, exc.written)
+                last = exc.written.rpartition("\n")[2]
+                how = f"{exc.how}: {last}" if last else exc.how
+            except (asyncio.CancelledError, Unavailable):
+                await self._drop()
+                raise
+            else:
+                return child
+        raise InternalBug(f"the process that checks grammars ended at its start: {how}")
+
+    def _stay_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the router ends")
 
     async def _drop(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        assert child.stdin is not None
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        child.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await child.wait()
+        if child is not None:
+            await child.close()

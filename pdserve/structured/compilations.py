@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,17 +27,30 @@ StartGrammar = Callable[[Constraint], GrammarState]
 
 
 class GrammarSource:
-    """The compiler of one worker, which the first constraint makes: it reads the whole vocabulary. One thread may use it."""
+    """The compiler of one worker. It reads the whole vocabulary once, and the library holds the interpreter meanwhile, so a
+    worker calls `prepare` while it loads. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = partial(Vocabulary, tokenizer, vocab_size, eos_token_ids)
         self._compiler: Compiler | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary. A vocabulary that cannot be read fails the requests with a constraint, and no worker."""
+        try:
+            self._made()
+        except Exception:
+            log.exception("the vocabulary cannot be read for grammars")
 
     def start(self, constraint: Constraint) -> GrammarState:
         """Implement `StartGrammar`."""
-        if self._compiler is None:
-            self._compiler = Compiler(self._vocabulary())
-        return self._compiler.start(constraint)
+        return self._made().start(constraint)
+
+    def _made(self) -> Compiler:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = Compiler(self._vocabulary())
+            return self._compiler
 
 
 def no_grammars(constraint: Constraint) -> GrammarState:

@@ -32,7 +32,7 @@ from pdserve.plugins import resolve
 from pdserve.rpc import codec
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2
-from pdserve.structured.compilations import GrammarSource
+from pdserve.structured.compilations import StartGrammar
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import Host, close_role, region_of
@@ -58,6 +58,7 @@ class Lasting:
     engine: EngineView
     make_transport: Callable[[WorkerId, Incarnation, Sequence[Region]], Transport]
     niceness: int
+    start_grammar: StartGrammar
 
 
 class Life:
@@ -107,7 +108,7 @@ class Life:
             server=self._server,
             submit=lasting.engine.submit,
             send=self.member.link.send,
-            start_grammar=GrammarSource(lasting.tokenizer, lasting.card.vocab_size, lasting.card.eos_token_ids).start,
+            start_grammar=lasting.start_grammar,
             staging=self._staging,
             seq_ids=lasting.engine.seq_ids,
         )

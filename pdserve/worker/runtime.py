@@ -38,6 +38,7 @@ from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.warm_up import check_before_loading, settle
 from pdserve.rpc.v1 import common_pb2
+from pdserve.structured.compilations import GrammarSource
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_thread import EngineThread, Runner
 from pdserve.worker.engine_view import EngineView, step_timeout_s
@@ -98,6 +99,9 @@ class RunningWorker:
         directory = resolve(engine.model, progress=self._progress, load_format=engine.load_format)
         self._card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
         self._tokenizer = Tokenizer.load(directory)
+        self._grammars = GrammarSource(self._tokenizer, self._card.vocab_size, self._card.eos_token_ids)
+        self._preparing = threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True)
+        self._preparing.start()
         self._runner: ModelRunner | None = None
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
         self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of, self._counts_of)
@@ -197,6 +201,7 @@ class RunningWorker:
         check_before_loading(self._card, engine)
         later = self._converts(engine)
         runner = ModelRunner.load(directory, self._card, engine, later=later, progress=self._progress)
+        self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
@@ -314,7 +319,9 @@ class RunningWorker:
         )
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
         make_transport = self._make_transport
-        return Lasting(self._config, self._card, self._tokenizer, self._runner, engine, make_transport, niceness)
+        return Lasting(
+            self._config, self._card, self._tokenizer, self._runner, engine, make_transport, niceness, self._grammars.start
+        )
 
 
 def _spare_garbage_collector() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
+
+import pytest
+from vocabularies import tokenizer_of
 
 from pdserve.core.errors import ErrorCode, InvalidRequest, Overloaded, PdserveError
 from pdserve.core.ids import Handle
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.core.structured.grammar_state import GrammarState
-from pdserve.structured.compilations import Compilations
+from pdserve.structured import compilations as compilations_module
+from pdserve.structured.compilations import Compilations, GrammarSource
+from pdserve.structured.vocabulary import Vocabulary
 
 GOOD = Constraint(ConstraintKind.REGEX, "good")
 BAD = Constraint(ConstraintKind.REGEX, "bad")
@@ -44,6 +50,33 @@ class Worker:
         async with asyncio.timeout(60):
             while not self.waiting.idle:
                 await asyncio.gather(*self.waiting._tasks.values(), return_exceptions=True)
+
+
+def test_a_vocabulary_is_read_once_while_the_worker_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constraint that comes meanwhile waits for it."""
+    read: list[threading.Thread] = []
+
+    def reading(*fields: Any) -> Vocabulary:
+        read.append(threading.current_thread())
+        return Vocabulary(*fields)
+
+    monkeypatch.setattr(compilations_module, "Vocabulary", reading)
+    source = GrammarSource(tokenizer_of("tiny"), 512, (2,))
+    preparing = threading.Thread(target=source.prepare)
+    preparing.start()
+    with ThreadPoolExecutor(max_workers=4) as executor:
+        states = list(executor.map(source.start, [GOOD] * 8))
+    preparing.join()
+    assert len(read) == 1
+    assert all(state.mask() == states[0].mask() for state in states)
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_constraints_alone(caplog: pytest.LogCaptureFixture) -> None:
+    source = GrammarSource(cast(Any, None), 512, (2,))
+    source.prepare()
+    assert "the vocabulary cannot be read" in caplog.text
+    with pytest.raises(AttributeError):
+        source.start(GOOD)
 
 
 def test_each_request_begins_with_its_grammar_or_fails_alone() -> None:

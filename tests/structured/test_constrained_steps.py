@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jsonschema
@@ -16,6 +17,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
@@ -29,7 +31,7 @@ from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.structured.compiler import Compiler
-from testkit.random_schemas import random_schema
+from testkit.random_schemas import UNSUPPORTED, random_schema, random_schema_of_any_kind
 
 K = ConstraintKind
 BLOCK = 16
@@ -133,6 +135,44 @@ def test_an_output_that_stops_is_valid_whatever_the_schema(runner, grammars):
         jsonschema.validate(json.loads(served.text(i)), schemas[i])
     assert len(stopped) > len(requests) // 2
     assert not served.failures
+
+
+@pytest.mark.slow
+def test_a_thousand_schemas_are_followed_or_refused_by_name(runner, grammars, record_property):
+    """Each is refused, and names what is not enforced; or it ends and is valid; or it is cut at `max_tokens`, and every token
+    so far is one that the grammar of a new state allows. The three are counted apart."""
+    rng = random.Random(1000)
+    followed: list[tuple[Request, dict[str, object]]] = []
+    refused: Counter[str] = Counter()
+    for i in range(1000):
+        schema, unsupported = random_schema_of_any_kind(rng)
+        constraint = Constraint(K.JSON_SCHEMA, json.dumps(schema))
+        if unsupported:
+            with pytest.raises(InvalidRequest, match=re.escape(unsupported)):
+                grammars.start(constraint)
+            refused[unsupported] += 1
+            continue
+        params = SamplingParams(max_tokens=200, temperature=(i % 3) * 0.7, seed=i)
+        followed.append((((rng.randrange(3, 256),) * rng.choice([1, 17, 40]), params, constraint), schema))
+    served = serve(runner, grammars, [request for request, _ in followed], blocks=2048)
+    assert not served.failures
+    cut = 0
+    for i, ((_, _, constraint), schema) in enumerate(followed):
+        if served.stopped(i):
+            jsonschema.validate(json.loads(served.text(i)), schema)
+            continue
+        assert served.tokens[i][-1].finish_reason is FinishReason.LENGTH
+        assert len(served.tokens[i]) == 200
+        state = grammars.start(constraint)
+        state.catch_up(served.ids(i), 0)
+        assert state.failure is None
+        cut += 1
+    counts = {"valid": len(followed) - cut, "cut": cut, "refused": dict(refused)}
+    record_property("schemas", counts)
+    print(counts)
+    assert len(followed) + refused.total() == 1000
+    assert cut < len(followed) // 4, counts
+    assert len(refused) == len(UNSUPPORTED), counts
 
 
 def test_constraints_of_one_sequence_change_no_other_one(runner, grammars):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.checkpoint.resolve import resolve
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, Unavailable
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.structured import checker as checker_module
 from pdserve.structured.checker import GrammarChecker
@@ -89,11 +91,11 @@ def test_a_refusal_names_what_is_not_supported_and_is_known_from_then_on():
     asyncio.run(run())
 
 
-DYING = "import sys; sys.stdout.buffer.write(b'ready\\n'); sys.stdout.flush(); sys.stdin.buffer.read(9)"
-STUCK = f"{DYING}; import time; time.sleep(600)"
+READY_CODE = "import sys; sys.stdout.buffer.write(b'ready\\n'); sys.stdout.flush(); sys.stdin.buffer.read(9)"
+STUCK = f"{READY_CODE}; import time; time.sleep(600)"
 
 
-@pytest.mark.parametrize(("code", "named"), [(STUCK, r"within 0\.2 s"), (DYING, "too much memory")])
+@pytest.mark.parametrize(("code", "named"), [(STUCK, r"within 0\.2 s"), (READY_CODE, "too much memory")])
 def test_a_child_that_does_not_answer_is_ended_and_the_next_one_starts(code, named):
     async def run() -> None:
         async with checking(timeout_s=0.2, command=(sys.executable, "-c", code)) as checker:
@@ -103,6 +105,78 @@ def test_a_child_that_does_not_answer_is_ended_and_the_next_one_starts(code, nam
             checker._command = GrammarChecker(*MODEL)._command
             checker._timeout_s = 60.0
             await checker.check(GOOD)
+
+    asyncio.run(run())
+
+
+BROKEN = "import sys; print('a first line', file=sys.stderr); raise ImportError('no such part')"
+
+
+def test_a_child_that_ends_at_its_start_says_why(caplog):
+    """The client's error has its last line and the log all of it."""
+
+    async def run() -> None:
+        async with checking(command=(sys.executable, "-c", BROKEN)) as checker:
+            with pytest.raises(InternalBug, match="exit status 1: ImportError: no such part"):
+                await checker.check(GOOD)
+
+    asyncio.run(run())
+    assert "a first line" in caplog.text
+
+
+def test_a_start_that_fails_once_costs_no_request(tmp_path):
+    """Its next attempt finds the machine as it should be."""
+    tried = tmp_path / "tried"
+    code = (
+        "import os, pathlib, runpy, sys; first = pathlib.Path(sys.argv.pop(1))\n"
+        "if not first.exists(): first.touch(); os.kill(os.getpid(), 9)\n"
+        "runpy.run_module('pdserve.structured.child', run_name='__main__')"
+    )
+
+    async def run() -> None:
+        async with checking(command=(sys.executable, "-c", code, str(tried))) as checker:
+            await checker.check(GOOD)
+
+    asyncio.run(run())
+    assert tried.exists()
+
+
+def test_a_child_that_is_killed_from_outside_is_not_the_fault_of_its_grammar():
+    """(1) It dies in a check, by a signal that no grammar causes, and the next one gives the verdict. (2) It dies each time,
+    and the client is told to try again."""
+
+    async def run() -> None:
+        async with checking(timeout_s=60.0) as checker:
+            await checker.check(GOOD)
+            assert checker.child_pid is not None
+            os.kill(checker.child_pid, signal.SIGSTOP)
+            checked = asyncio.create_task(checker.check(Constraint(K.REGEX, "a+")))
+            await until(lambda: checker._turns.locked())
+            os.kill(checker.child_pid, signal.SIGKILL)
+            await checked
+        dying = f"{READY_CODE}; import os; os.kill(os.getpid(), 9)"
+        async with checking(command=(sys.executable, "-c", dying)) as checker:
+            with pytest.raises(Overloaded, match="killed"):
+                await checker.check(GOOD)
+
+    asyncio.run(run())
+
+
+SILENT = "import sys; sys.stdin.buffer.read()"
+
+
+@pytest.mark.parametrize("code", [SILENT, f"{READY_CODE}; {SILENT}"], ids=["starting", "checking"])
+def test_a_closed_checker_starts_no_other_child(code):
+    """Whoever waits is told so, and is not accused."""
+
+    async def run() -> None:
+        async with checking(timeout_s=60.0, command=(sys.executable, "-c", code)) as checker:
+            waiting = asyncio.create_task(checker.check(GOOD))
+            await until(lambda: checker.child_pid is not None)
+            await checker.close()
+            with pytest.raises(Unavailable):
+                await waiting
+            assert checker.child_pid is None
 
     asyncio.run(run())
 
