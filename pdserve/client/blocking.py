@@ -94,8 +94,10 @@ class Stream:
             except PdserveError as exc:
                 left_s = None if self._ends_s is None else self._ends_s - time.monotonic()
                 wait_s = None if given else self._client.retries.wait_s(exc, attempt, left_s, random.random())
-                if wait_s is None or self._cancelled.wait(wait_s):
-                    raise Cancelled("this client cancelled the request") from None if self._cancelled.is_set() else exc
+                if self._cancelled.is_set() or (wait_s is not None and self._cancelled.wait(wait_s)):
+                    raise Cancelled("this client cancelled the request") from None
+                if wait_s is None:
+                    raise
 
     def _attempt(self) -> Iterator[Delta]:
         """Send the request once and give out its deltas. Raises a `PdserveError`."""

@@ -25,8 +25,8 @@ Ask = Callable[[AsyncClient, int], Awaitable[RequestOutput]]
 
 
 class LLM:
-    """A model that a cluster of child processes serves, for batches. Close it, or use `with`. The end of the program, also a kill,
-    ends the cluster.
+    """A model that a cluster of child processes serves, for batches. Close it, or use `with`. The cluster ends with the
+    program, also when that is killed.
 
     ```
     with LLM("default") as llm:

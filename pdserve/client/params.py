@@ -1,4 +1,4 @@
-"""What a program asks for, and the `GenerateRequest` that it makes. The names are those of the proto."""
+"""The wishes of a program, and the `GenerateRequest` that they make. The names are those of the proto."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, and where the output ends. A field that is None is not sent, and has the router's default. The
+    """The choice of tokens, and the end of the output. A field that is None is not sent, and has the router's default. The
     names are vLLM's; `SamplingParams` of common.proto explains each field and its limits, which the router checks."""
 
     max_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""What a program gets: pieces of an answer as they come, and whole answers. All are immutable."""
+"""Answers: their pieces as they come, and whole ones. All are immutable."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pdserve.core.errors import PdserveError
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a client tries, and how long it waits between two attempts.
+    """The number of attempts of a client, and the waits between them.
 
     Only errors are tried again that the table of errors marks for clients: the same request may succeed later. A wait is at
     least what the server asks for, and doubles with each attempt up to `longest_wait_s`. `Retries(1)` tries once.
