@@ -188,7 +188,7 @@ class DecodeRole:
             prompt_len,
             command.deadline_s,
             command.local_prefill,
-            OutputStream(handle, self._host.tokenizer, spec.sampling, resumed),
+            OutputStream(handle, self._host.tokenizer, spec.sampling, resumed, eos_token_ids=self._host.card.eos_token_ids),
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:

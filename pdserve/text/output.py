@@ -43,9 +43,9 @@ class OutputText:
         """
         self._bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.written_bytes
         self._characters = tokenizer.stream()
+        self._include_stop = include_stop
         self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
-        self._include_stop = include_stop
         self._num_tokens = 0
         self._stopped = False
 
@@ -59,6 +59,11 @@ class OutputText:
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
+
+    @property
+    def stopped(self) -> bool:
+        """True when a stop string was found."""
+        return self._stopped
 
     def push(self, token_id: int) -> TextStep:
         """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
@@ -76,7 +81,8 @@ class OutputText:
         return self.flush()
 
     def flush(self) -> str:
-        """Return the text that is still held back, when the request ends without a stop string. Empty after a stop."""
+        """Return the text that is still held back, when the request ends without a stop string. Empty after a stop. The
+        replacement of half a character may complete a stop string: `stopped` then tells so."""
         if self._stopped:
             return ""
         text = self._scan(self._characters.flush())

@@ -102,6 +102,10 @@ class Tokenizer:
         """Tell whether a token is special: it adds nothing to a text unless special tokens are kept."""
         return token_id in self._special
 
+    def spelling(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it, such as "Ġthe". It is empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output, from its first token on."""
         return Utf8Stream(strip_leading_space=self._strip_leading_space)

@@ -20,13 +20,20 @@ from pdserve.text.tokenizer import Tokenizer
 class OutputStream:
     """The output of one request on this worker. Every token is pushed in order, after the tokens of `earlier`."""
 
-    def __init__(self, handle: Handle, tokenizer: Tokenizer, params: SamplingParams, earlier: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        earlier: Sequence[int] = (),
+        *,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
         """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
         goes on from there."""
         self._handle = handle
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         self._text = OutputText.of(tokenizer, params)
-        self._is_special = tokenizer.is_special
-        self._stop_ids = params.stop_token_ids
         self._next_index = 0
         for token_id in earlier:
             self.skip(token_id)
@@ -44,17 +51,20 @@ class OutputStream:
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> link_pb2.StepRow:
-        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string."""
+        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string.
+
+        The engine's STOP is that of a stop token or, for any other token, that of a grammar which has ended.
+        """
         assert index == self._next_index, f"token {index} after {self._next_index - 1}"
         self._next_index += 1
-        if finish_reason is FinishReason.STOP and self._stops(token_id):
+        if finish_reason is FinishReason.STOP and token_id in self._stop_ids:
             text = self._text.push_stop(token_id)
         else:
-            text, stopped = self._text.push(token_id)
-            if stopped:
-                finish_reason = FinishReason.STOP
-            elif finish_reason is not None:
+            text = self._text.push(token_id).text
+            if finish_reason is not None:
                 text += self._text.flush()
+        if self._text.stopped:
+            finish_reason = FinishReason.STOP
         return link_pb2.StepRow(
             handle=self._handle,
             index=index,
@@ -64,7 +74,3 @@ class OutputStream:
             logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
             prompt_logprobs=logprobs_to_wire(prompt_logprobs),
         )
-
-    def _stops(self, token_id: int) -> bool:
-        """Tell whether the engine stopped at this token for its id. If not, a grammar has ended with it, and it is text."""
-        return token_id in self._stop_ids or self._is_special(token_id)

@@ -87,6 +87,29 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...] | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizeInput:
+    """A prompt to be tokenised for a model. None means the served model."""
+
+    model: str | None
+    prompt: Prompt
+    add_special_tokens: bool = True
+    """A text prompt is encoded with the model's special tokens."""
+    with_spellings: bool = False
+    """The answer has each token as the vocabulary spells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeInput:
+    """Token ids to be written as text."""
+
+    model: str | None
+    ids: tuple[int, ...]
+    skip_special_tokens: bool = False
+    field: str = "tokens"
+    """The name of the ids in the client's API, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateInput:
     """One request as a client wrote it, not yet checked against the model's limits.
 
@@ -109,6 +132,8 @@ class GenerateInput:
     session_id: str = ""
     """The client's name for the conversation that the request belongs to. Empty: it belongs to none."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = True
+    """A text prompt is encoded with the model's special tokens. Token ids and chats are taken as they are."""
     constraint: Constraint | None = None
     """What the text of the output must be. None: any text."""
     tool_choice: ToolChoice = ToolChoice()

@@ -14,7 +14,7 @@ from pdserve.observe.snapshot import ClusterSnapshot
 from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import CancelTokens
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,14 @@ class RouterApi(Protocol):
     def cancel(self, request_id: str) -> bool:
         """Cancel a running request. False: no such request is running."""
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """Return the token ids of a prompt. Raises `InvalidRequest`, `UnknownModel`, `Overloaded` or `Unavailable`."""
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        """Return the text of token ids. Raises `InvalidRequest`, `UnknownModel`, `Overloaded` or `Unavailable`."""
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary spells it. The spelling of an id without a token is empty."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, and for a special token the bytes of its written form. They are empty

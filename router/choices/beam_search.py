@@ -38,7 +38,7 @@ class BeamOutput:
 class BeamAnswer:
     """The result of one search, best first."""
 
-    prompt_len: int
+    prompt_ids: tuple[int, ...]
     outputs: tuple[BeamOutput, ...]
 
 
@@ -73,7 +73,7 @@ async def beam_search(api: RouterApi, request: GenerateInput, choices: Choices, 
     for beam in search.result():
         reason = FinishReason.STOP if beam.ended else FinishReason.LENGTH
         outputs.append(BeamOutput(beam.ids, api.text_of(beam.ids), reason))
-    return BeamAnswer(len(prompt_ids), tuple(outputs))
+    return BeamAnswer(prompt_ids, tuple(outputs))
 
 
 class _Steps:

@@ -186,7 +186,7 @@ class RunningBeams:
             ids=output.ids,
             text=output.text,
             finish_reason=finish_to_wire(output.finish_reason),
-            usage=inference_pb2.Usage(prompt_tokens=answer.prompt_len, output_tokens=len(output.ids)),
+            usage=inference_pb2.Usage(prompt_tokens=len(answer.prompt_ids), output_tokens=len(output.ids)),
             choice=choice,
         )
 

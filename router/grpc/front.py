@@ -17,6 +17,7 @@ from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, 
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api.answer import Generation
 from router.api.identity import Claim
+from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of, timeline
 from router.grpc.batch import run_batch
@@ -25,11 +26,11 @@ from router.grpc.malformed import LargeMessage, MalformedGuard
 from router.grpc.responses import response
 from router.grpc.writer import Writer
 from router.parsing.body_budget import BodyBudget
-from router.parsing.generate import Batch, GenerateCall, generate_batch, generate_call, prompt_of
-from router.parsing.parse import Job, Kind, Parsed, TokenizeInput
+from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
+from router.parsing.parse import Job, Kind, Parsed
 from router.parsing.parser import RequestParser
 
-LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize"})
+LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize", "Detokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -165,11 +166,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 assert isinstance(parsed, TokenizeInput)
             else:
                 parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
-            ids = await self._router.tokenize(parsed.model, parsed.prompt)
+            ids = await self._router.tokenize(parsed)
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
         return inference_pb2.TokenizeResponse(ids=ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest | LargeMessage, context: Any
+    ) -> inference_pb2.DetokenizeResponse:
+        longest = self._router.max_prompt_tokens
+        try:
+            if isinstance(request, LargeMessage):
+                parsed = await self._parse(Job(Kind.DETOKENIZE, request.data, longest))
+                assert isinstance(parsed, DetokenizeInput)
+            else:
+                parsed = detokenize_input(request, longest)
+            text = await self._router.detokenize(parsed)
+        except PdserveError as exc:
+            await status.abort(context, exc)
+            raise
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Any

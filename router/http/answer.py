@@ -16,7 +16,7 @@ from router.api.timeline import report_of
 from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
 from router.choices.together import together
 from router.http.reply import Reply
-from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, extension, usage, with_logprobs
+from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add_ids, extension, usage, with_logprobs
 from router.openai.echo import NOTHING_SHOWN, PromptView
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
@@ -29,7 +29,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Output:
     text: str
-    tokens: int
+    ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON, and behind them the member with those of the prompt, if it is asked for."""
@@ -60,7 +60,7 @@ async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
 
 async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
     pumps = [
-        _pump(g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), _view(api, call, i, g), reply)
+        _pump(call, g, ChunkFormat(envelope, call, i), _logprobs_of(api, call, i), _view(api, call, i, g), reply)
         for i, g in enumerate(generations)
     ]
     told = [_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)]
@@ -106,15 +106,20 @@ class _Chunks:
     A delta without text (half a character, part of a stop string) makes no chunk unless it carries other news.
     """
 
-    def __init__(self, format_: ChunkFormat, logprobs: LogprobsFormat | None, prompt_len: int) -> None:
+    def __init__(
+        self, format_: ChunkFormat, logprobs: LogprobsFormat | None, prompt_len: int, prompt_ids: tuple[int, ...] | None
+    ) -> None:
+        """`prompt_ids`: each chunk has the ids of its tokens, and the first one those of the prompt. None: no chunk has ids."""
         self._format = format_
         self._logprobs = logprobs
         self._prompt_len = prompt_len
-        self._always = logprobs is not None or format_.continuous_usage
+        self._prompt_ids = prompt_ids
+        self._always = logprobs is not None or format_.continuous_usage or prompt_ids is not None
         self.tokens = 0
 
     def of(self, delta: Delta) -> bytes:
         """Return the chunk of a delta, or nothing."""
+        is_first = not self.tokens
         self.tokens += len(delta.ids)
         chunk = b""
         if delta.calls or delta.reasoning:
@@ -122,6 +127,8 @@ class _Chunks:
         elif delta.text or delta.finish_reason or self._always:
             told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
             chunk = self._format.chunk(delta.text, delta.finish_reason, told)
+        if self._prompt_ids is not None:
+            chunk = self._format.with_ids(chunk, delta.ids, self._prompt_ids if is_first else None)
         return self._counted(chunk)
 
     def of_prompt(self, view: PromptView, first: Delta) -> Iterator[bytes]:
@@ -138,15 +145,21 @@ class _Chunks:
 
 
 async def _pump(
-    generation: Generation, format_: ChunkFormat, logprobs: LogprobsFormat | None, view: PromptView | None, reply: Reply
+    call: Call,
+    generation: Generation,
+    format_: ChunkFormat,
+    logprobs: LogprobsFormat | None,
+    view: PromptView | None,
+    reply: Reply,
 ) -> tuple[int, bytes]:
     """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
     it can be written with it.
 
     The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status.
     """
-    chunks = _Chunks(format_, logprobs, generation.prompt_len)
-    opening = format_.role
+    prompt_ids = generation.prompt_ids if call.return_token_ids else None
+    chunks = _Chunks(format_, logprobs, generation.prompt_len, prompt_ids)
+    opening = format_.opening(prompt_ids)
 
     def take(delta: Delta) -> bool:
         if not reply.keeps_up:
@@ -178,11 +191,14 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     outputs = await together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
-    totals = usage(_prompt_tokens(call, generations), sum(out.tokens for out in outputs))
+    totals = usage(_prompt_tokens(call, generations), sum(len(out.ids) for out in outputs))
     returned = _returned(call, outputs)
     told = [outputs[i] for i in returned]
     choices = [out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(told)]
     rest = extension([generations[i].report for i in returned])
+    if call.return_token_ids:
+        prompts = [generations[i].prompt_ids for i in returned]
+        rest |= add_ids(choices, [out.ids for out in told], prompts, chat=call.chat)
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
     await reply.encoded(200, with_logprobs(body, [out.logprobs for out in told]))
 
@@ -191,7 +207,7 @@ def _returned(call: Call, outputs: Sequence[_Output]) -> list[int]:
     """Return the indices of the candidates that the client gets: for each prompt the likeliest ones, or all in order."""
     if not call.choices.ranked:
         return list(range(len(outputs)))
-    scores = [out.logprob / max(1, out.tokens) for out in outputs]
+    scores = [out.logprob / max(1, len(out.ids)) for out in outputs]
     count = call.choices.best_of
     starts = range(0, len(outputs), count)
     return [start + i for start in starts for i in likeliest(scores[start : start + count], call.choices.n)]
@@ -204,8 +220,12 @@ async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
     answers: list[BeamAnswer] = [await beam_search(api, request, call.choices, ends_s) for request in call.inputs]
     outputs = [out for one in answers for out in one.outputs]
     choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
-    totals = usage(sum(one.prompt_len for one in answers), sum(len(out.ids) for out in outputs))
-    body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals))
+    totals = usage(sum(len(one.prompt_ids) for one in answers), sum(len(out.ids) for out in outputs))
+    rest: dict[str, Any] = {}
+    if call.return_token_ids:
+        prompts = [one.prompt_ids for one in answers for _ in one.outputs]
+        rest = add_ids(choices, [out.ids for out in outputs], prompts, chat=call.chat)
+    body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
     await reply.encoded(200, with_logprobs(body, [b"null" for _ in outputs]))
 
 
@@ -214,7 +234,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None, view
     together."""
     texts: list[str] = [view.text] if view else []
     listed: list[bytes] = []
-    tokens = 0
+    ids: list[int] = []
     finish_reason = None
     told = JoinedLists()
     gathered = Gathered()
@@ -230,7 +250,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None, view
             delta, view = view.output(delta), None  # an output that is hidden has one token
         gathered.add(delta)
         texts.append(delta.text)
-        tokens += len(delta.ids)
+        ids += delta.ids
         finish_reason = delta.finish_reason
         logprob += sum([one.logprob for one in delta.logprobs])
         if logprobs is not None:
@@ -239,7 +259,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None, view
     if finish_reason is None:
         raise _unfinished(generation)
     logprobs_json = told.encode() + (b',"prompt_logprobs":[%b]' % b",".join(listed) if listed else b"")
-    return _Output("".join(texts), tokens, finish_reason, logprobs_json, gathered, logprob)
+    return _Output("".join(texts), tuple(ids), finish_reason, logprobs_json, gathered, logprob)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

@@ -26,6 +26,7 @@ from router.http.reply import Reply
 from router.http.responses import respond
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
+from router.http.tokenization import Tokenization
 from router.openai.errors import encode_json, error_headers, error_payload
 from router.openai.model_limits import model_limits
 from router.openai.request import Call, ClassHeaders
@@ -64,12 +65,18 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         "/v1/chat/completions": _Generate(api, parser, running, budget, Kind.CHAT),
         "/v1/responses": _Generate(api, parser, running, budget, Kind.RESPONSES),
     }
+    tokenization = {
+        "/tokenize": Tokenization(api, parser, running, budget, Kind.HTTP_TOKENIZE),
+        "/detokenize": Tokenization(api, parser, running, budget, Kind.HTTP_DETOKENIZE),
+    }
     routes = [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in tokenization.items()),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),  # Starlette refuses other methods
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
         Route("/metrics", info.metrics),
+        Route("/version", info.version),
         Route("/openapi.json", openapi),
         Route("/docs", docs),
         Route("/", info.root),
@@ -158,6 +165,9 @@ class _Info:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._api.metrics(), media_type=METRICS_TYPE)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": __version__})
 
     async def root(self, _: Request) -> Response:
         return _json({"service": "pdserve", "version": __version__, "model": self._api.model_name})

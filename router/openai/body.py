@@ -172,6 +172,7 @@ class Body(Scalars, kw_only=True):
     slo_class: str | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
+    return_token_ids: bool | None = None
 
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -195,7 +196,6 @@ class Body(Scalars, kw_only=True):
     allowed_token_ids: Raw = unsupported()
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
-    return_token_ids: Raw = unsupported(False)
     guided_decoding_backend: Raw = unsupported("auto")
     guided_whitespace_pattern: Raw = unsupported()
     structural_tag: Raw = unsupported()
@@ -219,7 +219,7 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
 
-    add_special_tokens: Raw = unsupported(True)
+    add_special_tokens: bool | None = None
 
 
 class ChatBody(Body, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple
@@ -92,6 +93,18 @@ def with_logprobs(body: bytes, logprobs: list[bytes]) -> bytes:
     return b"".join(joined)
 
 
+def add_ids(
+    choices: Sequence[dict[str, Any]], outputs: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], *, chat: bool
+) -> dict[str, Any]:
+    """Add to each choice the ids of its tokens, and those of its prompt to a choice of a completion. Return what stands beside
+    the choices: the prompt of a chat, as in vLLM."""
+    for choice, ids, prompt in zip(choices, outputs, prompts, strict=True):
+        choice["token_ids"] = list(ids)
+        if not chat:
+            choice["prompt_token_ids"] = list(prompt)
+    return {"prompt_token_ids": list(prompts[0])} if chat else {}
+
+
 def extension(reports: list[Report]) -> dict[str, Any]:
     """Return pdserve's own field of an answer: the report of the one request, or those of several prompts in the order of
     choices."""
@@ -172,6 +185,21 @@ class ChunkFormat:
         if self._usage_follows:
             return chunk
         return chunk[: -len(b"}\n\n")] + b',"pdserve":' + timeline(report) + b"}\n\n"
+
+    def opening(self, prompt_ids: Sequence[int] | None) -> bytes:
+        """Return the chunk that opens a chat's stream, with the ids of the prompt if they are given. A completion has none."""
+        if prompt_ids is None or not self.role:
+            return self.role
+        return self.role[: -len(b"}\n\n")] + b',"prompt_token_ids":' + encode_json(list(prompt_ids)) + b"}\n\n"
+
+    def with_ids(self, chunk: bytes, ids: Sequence[int], prompt_ids: Sequence[int] | None) -> bytes:
+        """Return the chunk with the ids of its tokens in the choice. `prompt_ids` stand in the first chunk of a completion, and
+        in the opening of a chat, as in vLLM. None: this is not the first chunk."""
+        assert chunk.endswith(self._tail)
+        told = b',"token_ids":' + encode_json(list(ids))
+        if prompt_ids is not None and not self.role:
+            told += b',"prompt_token_ids":' + encode_json(list(prompt_ids))
+        return chunk[: -len(self._tail)] + told + self._tail
 
     def with_usage(self, chunk: bytes, totals: dict[str, int]) -> bytes:
         """Return the chunk with the usage so far added."""

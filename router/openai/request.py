@@ -46,6 +46,8 @@ class Call:
     continuous_usage: bool
     correlation_id: str = ""
     """The client's name for the request. It need not be unique."""
+    return_token_ids: bool = False
+    """The answer has the token ids of prompts and outputs."""
     choices: Choices = ONE
     """The choices of each of `inputs`."""
     ignored: Ignored = NOTHING
@@ -113,14 +115,14 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         slo_class=(headers.slo_class if body.slo_class is None else body.slo_class) or "",
         session_id=_session_id(body, headers),
         options=read_options(body),
+        add_special_tokens=not (isinstance(body, CompletionBody) and body.add_special_tokens is False),
         constraint=read_constraint(body),
     )
     chat = isinstance(body, ChatBody)
     choices = read_choices(body, len(prompts), common)
     inputs = _inputs(common, prompts, choices.best_of)
-    return Call(
-        chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, choices, shown=read_shown(body)
-    )
+    ids, shown = body.return_token_ids or False, read_shown(body)
+    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, ids, choices, shown=shown)
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:

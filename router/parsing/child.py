@@ -44,7 +44,7 @@ def pack(result: Any) -> Any:
         return replace(result, input=pack(result.input))
     if isinstance(result, Refused):
         return result
-    prompt = result.prompt
+    prompt = getattr(result, "prompt", None)
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
         return replace(result, prompt=array("I", prompt))
     return result

@@ -21,7 +21,7 @@ from router.api.choices import (
     check_beams,
     sampled,
 )
-from router.api.request import ChatMessage, ChatPrompt, GenerateInput, Prompt, ToolChoice, ToolMode
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolChoice, ToolMode
 from router.openai.tools import MAX_TOOLS, called, read_tools, read_variables
 
 _TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
@@ -162,6 +162,13 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
         _check_count("messages", len(request.chat.messages), MAX_MESSAGES)
         return _chat(request.chat)
     raise InvalidRequest("is missing: set text, tokens or chat", field="prompt")
+
+
+def detokenize_input(request: inference_pb2.DetokenizeRequest, max_prompt_tokens: int) -> DetokenizeInput:
+    """Return the ids of a message. A message with more than a request can have is refused by their count."""
+    if (count := len(request.ids)) > max_prompt_tokens + 1:
+        raise InvalidRequest(f"has {count} ids; at most max_model_len {max_prompt_tokens + 1} are allowed", field="ids")
+    return DetokenizeInput(request.model or None, tuple(request.ids), request.skip_special_tokens, "ids")
 
 
 def _chat(chat: inference_pb2.ChatPrompt) -> Prompt:

@@ -11,10 +11,11 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
-from router.api.request import Prompt
+from router.api.request import DetokenizeInput, TokenizeInput
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import ResponsesCall, parse_responses
-from router.parsing.generate import Batch, GenerateCall, generate_batch, generate_call, prompt_of
+from router.openai.tokenization import parse_detokenize, parse_tokenize
+from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
 
 
 class Kind(Enum):
@@ -26,6 +27,9 @@ class Kind(Enum):
     GENERATE = "generate"  # protobuf
     GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+    HTTP_TOKENIZE = "http_tokenize"  # vLLM's JSON
+    HTTP_DETOKENIZE = "http_detokenize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +49,14 @@ class Job:
     max_deadline_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeInput:
-    """A prompt to be tokenised for a model. None means the served model."""
-
-    model: str | None
-    prompt: Prompt
-
-
-Message = TypeVar("Message", inference_pb2.GenerateRequest, inference_pb2.GenerateBatchRequest, inference_pb2.TokenizeRequest)
-Parsed = Call | ResponsesCall | GenerateCall | Batch | TokenizeInput
+Message = TypeVar(
+    "Message",
+    inference_pb2.GenerateRequest,
+    inference_pb2.GenerateBatchRequest,
+    inference_pb2.TokenizeRequest,
+    inference_pb2.DetokenizeRequest,
+)
+Parsed = Call | ResponsesCall | GenerateCall | Batch | TokenizeInput | DetokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -83,6 +85,12 @@ def parse(job: Job) -> Parsed:
         case Kind.TOKENIZE:
             request = _message(inference_pb2.TokenizeRequest(), job.data)
             return TokenizeInput(request.model or None, prompt_of(request, job.max_prompt_tokens))
+        case Kind.DETOKENIZE:
+            return detokenize_input(_message(inference_pb2.DetokenizeRequest(), job.data), job.max_prompt_tokens)
+        case Kind.HTTP_TOKENIZE:
+            return parse_tokenize(job.data)
+        case Kind.HTTP_DETOKENIZE:
+            return parse_detokenize(job.data, job.max_prompt_tokens + 1)
 
 
 def _message(message: Message, data: bytes) -> Message:

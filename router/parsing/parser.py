@@ -169,7 +169,7 @@ async def _call_unpacked(one: Any) -> Any:
 
 
 async def _with_tuple(one: Any) -> Any:
-    if not isinstance(one.prompt, array):
+    if not isinstance(getattr(one, "prompt", None), array):
         return one
     await asyncio.sleep(0)
     return replace(one, prompt=tuple(one.prompt))

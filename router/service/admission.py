@@ -72,7 +72,10 @@ class Admission:
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
-        prompt_ids = await self._encoder.encode(request.prompt) if leader is None else leader.spec.prompt_ids
+        if leader is None:
+            prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            prompt_ids = leader.spec.prompt_ids
         self._check_length(request.prompt, prompt_ids)
         spec = RequestSpec(
             prompt_ids,

@@ -30,7 +30,6 @@ from router.api.request import ChatMessage, ChatPrompt, GenerateInput, ToolMode
 from router.service.parsed_generation import ParsedGeneration
 
 TAIL: Final = 16  # tokens at the end of a prompt that may hold the tag that opens reasoning
-_KEEPS: Final = "keep_special_tokens"  # the text of a request that sets it has its marks already
 _ID_LETTERS: Final = string.ascii_letters + string.digits
 
 
@@ -102,7 +101,8 @@ class Chats:
         if calls is None and reasoning is None:
             return generation
         marks = None
-        if self._marks and free and not request.sampling.get(_KEEPS):
+        written = request.sampling.get("skip_special_tokens") is False  # the text has its marks already
+        if self._marks and free and not written:
             marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
         return ParsedGeneration(generation, OutputParser(reasoning, calls), self._id_maker(), marks)
 

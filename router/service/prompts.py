@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
 from pdserve.core.errors import InvalidRequest, Overloaded
-from router.api.request import ChatMessage, ChatPrompt, Prompt
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
 from router.service.chat_text import chat_chars, chat_text
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -17,6 +17,8 @@ T = TypeVar("T")
 INLINE_CHARS: Final = 4096
 """Prompts up to this length are encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's
 tokens."""
+INLINE_IDS: Final = 4096
+"""So many ids are decoded on the loop: about 1 ms."""
 MAX_CHARS_PER_TOKEN: Final = 256
 """A text longer than this times max_model_len is refused unread. No vocabulary has longer words worth the time."""
 MAX_ENCODING: Final = 64
@@ -36,17 +38,31 @@ class PromptEncoder:
         """Stop the thread without waiting. Callers of `encode` that still wait for it get `Unavailable`."""
         self._turns.close()
 
-    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of a prompt: at least one, each in range. The caller checks the length of encoded text. Raises
         `InvalidRequest` naming `prompt` or `messages`, and `Overloaded` when too many long prompts wait."""
         if isinstance(prompt, str):
-            return await self._text(prompt, "prompt", special_tokens=True)
+            return await self._text(prompt, "prompt", special_tokens=add_special_tokens)
         if isinstance(prompt, ChatPrompt):
             return await self._chat(prompt)
         if prompt and isinstance(prompt[0], ChatMessage):
             return await self._chat(ChatPrompt(prompt))
         self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
         return self._ids(cast(tuple[int, ...], prompt))
+
+    async def decode(self, asked: DetokenizeInput) -> str:
+        """Return the text of ids. Raises `InvalidRequest` naming the first id that is not in the vocabulary, or the number of
+        ids if there are more than a request can have, and `Overloaded`."""
+        ids, limit, vocab_size = asked.ids, self._limit.max_model_len, self._model.card.vocab_size
+        if len(ids) > limit:
+            raise InvalidRequest(f"has {len(ids)} ids; at most max_model_len {limit} are allowed", field=asked.field)
+        wrong = next((i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {ids[wrong]} is not in [0, {vocab_size - 1}]", field=f"{asked.field}[{wrong}]")
+        decode = self._model.tokenizer.decode
+        if len(ids) <= INLINE_IDS:
+            return decode(ids, skip_special_tokens=asked.skip_special_tokens)
+        return await self._in_thread(lambda: decode(ids, skip_special_tokens=asked.skip_special_tokens))
 
     def _check_count(self, count: int) -> None:
         limit = self._limit.max_model_len

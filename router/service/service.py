@@ -25,7 +25,7 @@ from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot
 from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.core import events as ev
 from router.core.pairs import AsidePair
@@ -196,10 +196,19 @@ class RouterService:
         """Implements `AdminApi.explain`."""
         return await self._explainer.explain(name)
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """Implements `RouterApi.tokenize`."""
-        self._admission.check_model(model)
-        return await self._encoder.encode(prompt)
+        self._admission.check_model(asked.model)
+        return await self._encoder.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        """Implements `RouterApi.detokenize`."""
+        self._admission.check_model(asked.model)
+        return await self._encoder.decode(asked)
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Implements `RouterApi.spellings`."""
+        return [self.model.tokenizer.spelling(token_id) for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Implements `RouterApi.token_bytes`."""

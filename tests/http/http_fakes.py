@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,7 +15,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, Unkno
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
 from router.parsing.parser import RequestParser
@@ -106,8 +106,7 @@ class FakeApi:
 
     async def submit(self, request: GenerateInput) -> FakeGeneration:
         await asyncio.sleep(0)
-        if request.model not in (None, self.model_name):
-            raise UnknownModel(f"model: {request.model!r} is not served", field="model")
+        self._check_model(request.model)
         assert set(request.sampling) <= {f.name for f in fields(SamplingParams)}
         biases = tuple(request.sampling.get("logit_bias", {}).items())
         SamplingParams(**{"max_tokens": 4096, **request.sampling, "logit_bias": biases})
@@ -123,8 +122,20 @@ class FakeApi:
     def cancel(self, request_id: str) -> bool:
         return False
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
-        return ()
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
+            raise UnknownModel(f"model: {name!r} is not served", field="model")
+
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
+        self._check_model(asked.model)
+        return (*([1] if asked.add_special_tokens else []), *map(ord, str(asked.prompt)))
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        self._check_model(asked.model)
+        return "".join(map(chr, asked.ids))
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Words are tokens; after them come half a character, and ids of no token."""

@@ -243,6 +243,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
     **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
     "prompt_logprobs": (INT,),
+    "return_token_ids": (BOOL,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
@@ -264,7 +265,8 @@ CHAT_TAKEN: dict[str, tuple[Any, ...]] = {
 def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
     """Nothing is coerced: 1.5 or 1.0 is no integer, true is no 1, "1" is no number. Null is always as if absent."""
     unsupported = neutral_values(ENDPOINTS[endpoint])
-    own = {"logprobs": (INT,), "best_of": (INT,), "echo": (BOOL,)} if endpoint == "completion" else CHAT_TAKEN
+    completion = {"logprobs": (INT,), "best_of": (INT,), "echo": (BOOL,), "add_special_tokens": (BOOL,)}
+    own = completion if endpoint == "completion" else CHAT_TAKEN
     taken = {**TAKEN, **own}
     assert {*taken, *unsupported} == {*ENDPOINTS[endpoint].__struct_fields__} - {"prompt", "messages", "length_penalty"}
     for name, values in taken.items():

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.rpc.v1 import inference_pb2
-from router.api.request import ChatMessage, GenerateInput
+from router.api.request import ChatMessage, GenerateInput, TokenizeInput
 
 from .local_cluster import generate_request, local_cluster, right_ids
 from .test_end_to_end import failure, run
@@ -178,9 +178,11 @@ def test_long_prompts_are_tokenised_beside_the_loop() -> None:
     async def story() -> None:
         async with local_cluster() as cluster:
             text = "once upon a time " * 1000
-            ids = await cluster.service.tokenize(None, text)
+            ids = await cluster.service.tokenize(TokenizeInput(None, text))
             assert list(ids) == cluster.service.model.tokenizer.encode(text)
-            results = await asyncio.gather(*(cluster.service.tokenize(None, text) for _ in range(80)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(cluster.service.tokenize(TokenizeInput(None, text)) for _ in range(80)), return_exceptions=True
+            )
             refused = [r for r in results if isinstance(r, PdserveError)]
             assert {r.code.value for r in refused} == {"overloaded"}
             assert cluster.service._encoder._encoding == 0

@@ -15,7 +15,7 @@ from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation, Report
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
-from router.api.request import GenerateInput, Prompt
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import AdminApi, ModelInfo, RouterApi
 
 WORKER = WorkerSnapshot(
@@ -105,9 +105,17 @@ class EchoRouter:
             self.gate.set()
         return found
 
-    async def tokenize(self, model: str | None, prompt: Prompt) -> tuple[int, ...]:
+    async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """A token is a character."""
-        return tuple(map(ord, str(prompt)))
+        return tuple(map(ord, str(asked.prompt)))
+
+    async def detokenize(self, asked: DetokenizeInput) -> str:
+        """Write the characters."""
+        return "".join(map(chr, asked.ids))
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """A token is spelled as its character."""
+        return list(map(chr, ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the character."""

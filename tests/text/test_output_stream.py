@@ -16,7 +16,6 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.rpc.codec import finish_from_wire
-from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.output import OutputStream
 
@@ -114,7 +113,7 @@ def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int
 
 def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[str], FinishReason, int]:
     """Return the text of each row of a worker that goes on after `resumed` tokens, the finish reason and the last index."""
-    stream = OutputStream(Handle(1), tokenizer, case.params, case.ids[:resumed])
+    stream = OutputStream(Handle(1), tokenizer, case.params, case.ids[:resumed], eos_token_ids=tuple(case.ends))
     texts = []
     for index in range(resumed, len(case.ids)):
         row = stream.push(index, case.ids[index], case.reason(index + 1))
@@ -144,23 +143,3 @@ def test_a_worker_that_takes_over_anywhere_goes_on_with_the_same_text(kind, data
     texts, reason, count = streamed(tokenizer, case)
     for resumed in range(count):
         assert streamed(tokenizer, case, resumed) == (texts[resumed:], reason, count)
-
-
-def test_the_properties_see_text_that_is_shown_too_early(monkeypatch):
-    """Without holding text back, the beginning of a stop string is shown."""
-    monkeypatch.setattr("pdserve.text.stops.StopScanner._certain", lambda _, text: len(text))
-    with pytest.raises(AssertionError):
-        test_the_text_of_a_worker_is_the_definitions("tiny")
-
-
-def test_the_properties_see_the_text_of_a_stop_token(monkeypatch):
-    monkeypatch.setattr(OutputText, "push_stop", lambda self, token_id: self.push(token_id).text + self.flush())
-    with pytest.raises(AssertionError):
-        test_the_text_of_a_worker_is_the_definitions("tiny")
-
-
-def test_the_properties_see_a_stop_string_before_its_least_length(monkeypatch):
-    made = OutputText.__init__
-    monkeypatch.setattr(OutputText, "__init__", lambda self, *args, **named: made(self, *args, **(named | {"min_tokens": 0})))
-    with pytest.raises(AssertionError):
-        test_the_text_of_a_worker_is_the_definitions("tiny")

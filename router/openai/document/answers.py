@@ -71,6 +71,12 @@ ANSWERS: Final[dict[str, dict[str, Any]]] = {
         },
         pdserve=_REPORT,
     ),
+    "Tokens": _object(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _list(_COUNT)},
+        token_strs={"anyOf": [_list(_TEXT), {"type": "null"}]},
+    ),
+    "Text": _object({"prompt": _TEXT}),
+    "Version": _object({"version": _TEXT}),
     "Model": _object(_CARD),
     "Models": _object({"object": _const("list"), "data": _list({"$ref": "#/components/schemas/Model"})}),
     "Health": _object({"status": _const("ready", "unavailable")}, reason=_TEXT),

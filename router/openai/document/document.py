@@ -26,19 +26,24 @@ class Operation:
     media_type: str = JSON
     parameter: str = ""
     """The name of the parameter in the path."""
+    streams: bool = False
+    """With `stream: true` the answer is an event stream."""
 
 
 OPERATIONS: Final[dict[str, Operation]] = {
     "/v1/chat/completions": Operation(
-        "post", "Continue a chat.", "ChatCompletion", "ChatBody", {"messages": _HELLO, "max_tokens": 16}
+        "post", "Continue a chat.", "ChatCompletion", "ChatBody", {"messages": _HELLO, "max_tokens": 16}, streams=True
     ),
     "/v1/completions": Operation(
-        "post", "Continue a prompt.", "Completion", "CompletionBody", {"prompt": "Hello", "max_tokens": 16}
+        "post", "Continue a prompt.", "Completion", "CompletionBody", {"prompt": "Hello", "max_tokens": 16}, streams=True
     ),
     "/v1/responses": Operation(
         "post", "Continue a chat, in the form of OpenAI's Responses API. Nothing is stored.", "Response", "ResponsesBody",
-        {"input": "Hello", "max_output_tokens": 16},
+        {"input": "Hello", "max_output_tokens": 16}, streams=True,
     ),
+    "/tokenize": Operation("post", "Return the token ids of a text or a chat.", "Tokens", "TokenizeBody", {"prompt": "Hello"}),
+    "/detokenize": Operation("post", "Return the text of token ids.", "Text", "DetokenizeBody", {"tokens": [1, 2]}),
+    "/version": Operation("get", "Name the version of the service.", "Version"),
     "/v1/models": Operation("get", "List the served model and its limits.", "Models"),
     "/v1/models/{model}": Operation("get", "Describe the served model and its limits.", "Model", parameter="model"),
     "/health": Operation("get", "Say whether a request would be served now: 200 or 503.", "Health"),
@@ -83,7 +88,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
 def _answer(operation: Operation) -> dict[str, Any]:
     schema = _ref(operation.answer) if operation.answer else {"type": "object" if operation.media_type == JSON else "string"}
     content: dict[str, Any] = {operation.media_type: {"schema": schema}}
-    if operation.body:
+    if operation.streams:
         content["text/event-stream"] = {"schema": {"type": "string", "description": "With `stream: true`."}}
     return {"description": "The answer.", "content": content}
 

@@ -24,10 +24,11 @@ from router.openai.responses.body import (
     ReasoningItem,
     ResponsesBody,
 )
+from router.openai.tokenization import DetokenizeBody, TokenizeBody
 from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import UNSUPPORTED
 
-BODIES: Final = (CompletionBody, ChatBody, ResponsesBody)
+BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
 PLACE: Final = "#/components/schemas/{name}"
 _SEED_LOW: Final = -(1 << 63)

@@ -15,7 +15,15 @@ from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
-from pdserve.core.worker import CONSTRAINT_LINK_VERSION, LINK_VERSIONS, SPEC_LINK_VERSIONS, Role, newest_field
+from pdserve.core.worker import (
+    CONSTRAINT_LINK_VERSION,
+    LINK_VERSIONS,
+    SPEC_LINK_VERSIONS,
+    TEXT_LINK_VERSION,
+    Role,
+    newest_field,
+)
+from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
 from router.service.service import RouterService
@@ -88,3 +96,52 @@ def test_a_constraint_is_refused_while_an_older_worker_is_linked() -> None:
             await cluster.assert_idle()
 
     asyncio.run(story())
+
+
+LATER = [
+    {"include_stop_str_in_output": True},
+    {"skip_special_tokens": False},
+]
+
+
+@pytest.mark.parametrize("fields", LATER)
+def test_a_later_field_of_sampling_is_neither_accepted_for_nor_sent_to_an_older_worker(fields: dict[str, bool]) -> None:
+    """The table names the field, the first version that has it, and nothing for a request without it."""
+    (name,) = fields
+    plain = RequestSpec((1, 2), SamplingParams(max_tokens=3))
+    spec = RequestSpec((1, 2), SamplingParams(max_tokens=3, **fields))
+    assert newest_field(plain) == ("", 0)
+    assert newest_field(spec) == (name, TEXT_LINK_VERSION)
+
+    async def story() -> None:
+        for version, binds in ((TEXT_LINK_VERSION - 1, 1), (TEXT_LINK_VERSION, 2)):
+            links = Sent()
+            made = RouterService(RouterConfig(probe_workers=False), tiny_model(), links=links)  # type: ignore[arg-type]
+            worker = hello("d", Role.DECODE, model_fingerprint=tiny_model().card.fingerprint, link_version=version)
+            made.tell(ev.WorkerJoined(ev.LinkId(1), worker))
+            for request_id, one in (("plain", plain), ("later", spec)):
+                made._start(ev.Submit(RequestId(request_id), one, arrived_s=0.0, deadline_s=math.inf))
+            for _ in range(20):
+                made._tick()
+                await asyncio.sleep(0)
+            assert links.bodies.count("bind") == binds
+            await made.close()
+        async with asyncio.timeout(90), local_cluster((DECODE,)) as cluster:
+            sampling = common_pb2.SamplingParams(max_tokens=3, **fields)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cluster.generate((1, 2), 3, sampling=sampling)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert name in (caught.value.details() or "")
+            assert "decode-0" in (caught.value.details() or "")
+
+    asyncio.run(story())
+
+
+def test_a_message_without_skip_special_tokens_skips_them() -> None:
+    """A router of an older release does not write the field."""
+    wire = codec.spec_to_wire(RequestSpec((1,), SamplingParams()))
+    wire.sampling.ClearField("skip_special_tokens")
+    assert codec.spec_from_wire(wire).sampling.skip_special_tokens
+    for skip in (True, False):
+        spec = RequestSpec((1,), SamplingParams(skip_special_tokens=skip))
+        assert codec.spec_from_wire(codec.spec_to_wire(spec)) == spec

@@ -37,7 +37,7 @@ U32 = st.integers(0, (1 << 32) - 1)
 
 
 class Encoder:
-    async def encode(self, prompt: object) -> tuple[int, ...]:
+    async def encode(self, prompt: object, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return (1, 2)
 
 

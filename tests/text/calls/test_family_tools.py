@@ -3,6 +3,7 @@ template reads back what a model writes in that form, from token ids, with marks
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import FinishReason
+from pdserve.core.settings.chats import ChatConfig
 from pdserve.text.calls.events import CallArguments, CallBegin, Content, Reasoning
 from pdserve.text.calls.marks import MarkInserter
 from pdserve.text.calls.output import OutputParser
@@ -21,6 +24,10 @@ from pdserve.text.calls.registry import CALL_FORMS, call_form, reasoning_form
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
+from router.api.answer import Delta
+from router.api.request import ChatMessage, ChatPrompt, GenerateInput, Tool
+from router.service.buffered_generation import BufferedGeneration
+from router.service.chats import Chats
 
 SHOW_TOOLS = "{%- if tools %}{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{%- endif %}"
 QWEN = (
@@ -248,3 +255,21 @@ def test_marks_stand_where_their_tokens_are(words: list[str], stop: tuple[str, .
     assert written.startswith(told)
     if not stopped:
         assert told == written
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_marks_that_the_worker_wrote_are_not_written_again(skip: bool, trained: Tokenizer) -> None:
+    """The call is read alike, whether the text has its special tokens or the router puts the marks in."""
+    chats = Chats(trained, ChatConfig(tool_call_parser="mistral", reasoning_parser="none"))
+    prompt = ChatPrompt((ChatMessage("user", "Hi"),), (Tool("f"),))
+    request = chats.prepare(GenerateInput(prompt, sampling={"skip_special_tokens": skip}))
+    ids = tuple(trained.encode("ab[TOOL_CALLS]f[ARGS]{}", add_special_tokens=False))
+
+    async def story() -> list[Delta]:
+        inner = BufferedGeneration("r", (1,), lambda _: None)
+        inner.push(Delta(0, ids, trained.decode(ids, skip_special_tokens=skip), FinishReason.STOP))
+        return [await anext(aiter(chats.read(inner, request, (1,))))]
+
+    (delta,) = asyncio.run(story())
+    assert (delta.text, [(call.name, call.arguments) for call in delta.calls]) == ("ab", [("f", "{}")])
+    assert delta.finish_reason is FinishReason.TOOL_CALLS

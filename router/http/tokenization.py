@@ -1,0 +1,56 @@
+"""The endpoints `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from pdserve.core.errors import InternalBug, PdserveError
+from router.api.request import DetokenizeInput, TokenizeInput
+from router.api.router_api import RouterApi
+from router.http.body import BodyRefused, read_body, refuse_body
+from router.http.exchange import Exchange, exchange_of
+from router.http.reply import Reply
+from router.http.running_calls import RunningCalls
+from router.parsing.body_budget import BodyBudget
+from router.parsing.parse import Job, Kind
+from router.parsing.parser import RequestParser
+
+
+class Tokenization:
+    """An ASGI endpoint between text and token ids."""
+
+    def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
+        self._api = api
+        self._parser = parser
+        self._running = running
+        self._budget = budget
+        self._kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope, receive, send)
+        reply = Reply(exchange)
+        try:
+            await reply.json(200, await self._answer(scope, receive, exchange))
+        except BodyRefused as exc:
+            await refuse_body(scope, receive, reply, exc.error)
+        except PdserveError as exc:
+            await reply.fail(exc)
+        except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
+            await reply.fail(InternalBug("internal error; the router's log has the details"))
+            raise
+
+    async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> dict[str, Any]:
+        with self._budget.share() as share:
+            body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
+            return await self._running.run(exchange, self._made(body))
+
+    async def _made(self, body: bytes) -> dict[str, Any]:
+        asked = await self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens))
+        if isinstance(asked, DetokenizeInput):
+            return {"prompt": await self._api.detokenize(asked)}
+        assert isinstance(asked, TokenizeInput)
+        ids = await self._api.tokenize(asked)
+        made: dict[str, Any] = {"count": len(ids), "max_model_len": self._api.max_prompt_tokens + 1, "tokens": list(ids)}
+        return made | {"token_strs": self._api.spellings(ids) if asked.with_spellings else None}
