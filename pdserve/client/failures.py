@@ -39,6 +39,11 @@ def broken_stream() -> PdserveError:
     return errors.Unavailable("the stream ended before the answer did")
 
 
+def closed_client() -> PdserveError:
+    """Return the error of a call on a client that its program has closed. It is never tried again."""
+    return errors.Unavailable("this client is closed")
+
+
 def _made(code: ErrorCode, message: str, wait_s: float | None) -> PdserveError:
     kind = CLASSES[code]
     if issubclass(kind, errors.InvalidRequest):
