@@ -12,7 +12,16 @@ from typing import Any, Final, Self, Unpack
 import grpc
 
 from pdserve.client.failures import broken_stream, closed_client, error_of
-from pdserve.client.params import Message, Options, Prompt, SamplingParams, chat_request, prompt_request, text_request
+from pdserve.client.params import (
+    Message,
+    Options,
+    Prompt,
+    SamplingParams,
+    chat_request,
+    ids_request,
+    prompt_request,
+    text_request,
+)
 from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput, delta_of
 from pdserve.client.retries import Retries
@@ -59,6 +68,8 @@ class Stream:
         self._begun = False
         self.request_id = ""
         """The router's own id of the request. It is known with the first delta."""
+        self.cancel_token = ""
+        """What `cancel` of any client needs beside the id. It is known with the first delta."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +126,7 @@ class Stream:
                 if not self.request_id:
                     told = dict(call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
+                    self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
                 delta = read(message)
                 last = max(last, delta.choice)
                 if delta.finish_reason is not None:
@@ -182,6 +194,16 @@ class Client:
     def tokenize(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
         """Return the token ids of a text or a chat. Raises a `PdserveError`."""
         return tuple(self._look_up(self._stub.Tokenize, prompt_request(prompt)).ids)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids. Raises a `PdserveError`."""
+        return str((self._look_up(self._stub.Detokenize, ids_request(ids, skip_special_tokens))).text)
+
+    def cancel(self, request_id: str, cancel_token: str) -> bool:
+        """Cancel a request of any client, by what its stream says of it. False: it has ended, or is not of this router.
+        Raises a `PdserveError`."""
+        request = inference_pb2.CancelRequest(request_id=request_id, cancel_token=cancel_token)
+        return bool((self._look_up(self._stub.Cancel, request)).found)
 
     def model_info(self) -> inference_pb2.GetModelInfoResponse:
         """Return the name and the limits of the model that is served. Raises a `PdserveError`."""

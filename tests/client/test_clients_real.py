@@ -70,6 +70,11 @@ def test_a_whole_answer_equals_its_stream_and_that_of_the_other_client(client: C
 
     assert asyncio.run(other()) == (whole.text, whole.text)
     assert client.model_info().model == "tiny"
+    ids = client.tokenize("Once upon a time")
+    assert client.detokenize(ids) == "Once upon a time"
+    with pytest.raises(InvalidRequest) as caught:
+        client.detokenize([-1])
+    assert caught.value.field == "ids"
 
 
 def test_errors_are_the_servers_own(client: Client, cluster: ProcessCluster) -> None:
@@ -108,6 +113,30 @@ def test_a_client_that_is_closed_ends_its_streams_with_an_error(cluster: Process
 
     with pytest.raises(Unavailable, match="closed"):
         asyncio.run(close_it())
+    cluster.assert_empty()
+
+
+def test_a_request_is_cancelled_from_another_connection(client: Client, cluster: ProcessCluster) -> None:
+    stream, found = client.stream("a", LONG), []
+
+    def read() -> None:
+        for _ in stream:
+            if not found:
+                with Client(cluster.grpc) as other:
+                    assert not other.cancel(stream.request_id, "a token of nobody")
+                    found.append(other.cancel(stream.request_id, stream.cancel_token))
+
+    with pytest.raises(Cancelled):
+        read()
+    assert found == [True]
+    assert not client.cancel(stream.request_id, stream.cancel_token), "it has ended"
+
+    async def other() -> tuple[str, bool]:
+        async with AsyncClient(cluster.grpc) as client:
+            text = await client.detokenize(await client.tokenize("hello"), skip_special_tokens=True)
+            return text, await client.cancel(stream.request_id, stream.cancel_token)
+
+    assert asyncio.run(other()) == ("hello", False)
     cluster.assert_empty()
 
 
