@@ -17,7 +17,6 @@ _CODES: Final = {code.value: code for code in ErrorCode}
 _BARE: Final[dict[grpc.StatusCode, ErrorCode]] = {
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_REQUEST,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.REQUEST_TOO_LARGE,
 }
@@ -28,6 +27,8 @@ def error_of(exc: Any, address: str) -> PdserveError:
     """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
     trailing = dict(exc.trailing_metadata() or ())
     reason = trailing.get(status.REASON_METADATA)
+    if reason is None and exc.code() is grpc.StatusCode.CANCELLED:  # a cancel by a client has a reason, or is known to it
+        return errors.Unavailable(f"the server at {address} ended the call: it stops")
     if reason is None:
         return _made(_BARE.get(exc.code(), ErrorCode.INTERNAL_BUG), explain(exc, address, HINT).message, None)
     code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)

@@ -134,6 +134,7 @@ class _Batch:
             self._ended.wait()
             thread.join()
         if self._error is not None:
+            check()  # the end of the cluster explains the error of a request
             raise self._error
         return self._answers
 
