@@ -21,7 +21,7 @@ from pdserve.checkpoint.origin import write_origin
 from pdserve.checkpoint.tiny import write_tiny
 from pdserve.engine.loading.dummy import DummyTensors
 
-VERSION: Final = 1  # raise it when the files of a shape change
+VERSION: Final = 2  # raise it when the files of a shape change
 _ALL: Final[Mapping[str, Any]] = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
     "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
@@ -38,11 +38,11 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "head_dim": 64, "rope_theta": 1e6, "tie_word_embeddings": False, "num_experts": 64, "num_experts_per_tok": 8,
         "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     },
-    "mla-small": {  # DeepSeek-V2-Lite's attention with half of its latent vector; no layer has experts
+    "mla-small": {  # DeepSeek-V2-Lite's attention with half of its heads; no layer has experts
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 32000, "hidden_size": 1024,
         "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "rope_theta": 1e4, "tie_word_embeddings": False, "kv_lora_rank": 256, "q_lora_rank": None, "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32, "v_head_dim": 64, "first_k_dense_replace": 16, "n_routed_experts": 8, "n_shared_experts": 1,
+        "rope_theta": 1e4, "tie_word_embeddings": False, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 16, "n_routed_experts": 8, "n_shared_experts": 1,
         "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
         "routed_scaling_factor": 1.0, "norm_topk_prob": False,
     },

@@ -32,7 +32,10 @@ def grammar_text(constraint: Constraint) -> str:
 
 
 def _grammar(language: str, value: Any) -> str:
-    return json.dumps({"grammars": [{language: value}]}, ensure_ascii=False)
+    try:
+        return json.dumps({"grammars": [{language: value}]}, ensure_ascii=False)
+    except RecursionError as exc:  # reading it took fewer levels of the interpreter's stack than writing it does
+        raise InvalidRequest("is nested too deeply", field=f"{FIELD}.{ConstraintKind.JSON_SCHEMA.value}") from exc
 
 
 def _literal(text: str) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import llguidance
+
+MOST_CHARS: Final = 400
+"""The most characters of a line of the library's errors. Some quote a whole grammar, which may have 64 KiB."""
 
 
 class State:
@@ -75,6 +79,15 @@ class State:
 
 
 def one_line(message: str) -> str:
-    """Return the reason that an error of the library gives. Its other lines quote the library's state, or point into a text."""
+    """Return the reason that an error of the library gives. Its other lines quote the library's state, or point into a text.
+
+    The middle of a long line is left out, since the quoted grammar stands there.
+    """
     first, *others = message.strip().split("\n")
-    return " ".join([first, *(line for line in others if line.startswith("error: "))]) or "no reason is known"
+    reason = " ".join(map(_shortened, [first, *(line for line in others if line.startswith("error: "))]))
+    return reason[: 2 * MOST_CHARS] or "no reason is known"
+
+
+def _shortened(line: str) -> str:
+    half = MOST_CHARS // 2
+    return line if len(line) <= MOST_CHARS else f"{line[:half]} ... {line[-half:]}"

@@ -220,7 +220,7 @@ class Row(Protocol):
 
     @property
     def prompt_logprobs(self) -> PackedLogprobs:
-        """With output token 0: those of all prompt tokens but the first, if the request asks for them."""
+        """Those of all prompt tokens but the first. They come beside output token 0, if the request asks for them."""
 
 
 class StepRows(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a completion or chat answer shows of its prompt: vLLM's `prompt_logprobs`, and `echo` of completions."""
+"""The prompt as a completion or chat answer shows it: vLLM's `prompt_logprobs`, and `echo` of completions."""
 
 from __future__ import annotations
 

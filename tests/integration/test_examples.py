@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,9 +52,30 @@ def test_the_openai_client_streams_a_chat(cluster):
     assert result.stdout.splitlines()[-1].endswith(" tokens, disaggregated]")
 
 
+@pytest.mark.cluster
+def test_the_async_client_streams_several_prompts_at_once(cluster):
+    result = run("async_client.py", "--address", cluster.grpc, "--max-tokens", "6", "hello", "there")
+    assert result.returncode == 0, result.stderr
+    assert len([line for line in result.stdout.splitlines() if line.endswith("prefill-0 -> decode-0]")]) == 2
+
+
+@pytest.mark.cluster
+def test_the_page_of_python_clients_shows_what_works(cluster):
+    """Its first block runs against this cluster. The second one, a batch, is run by tests of the clients."""
+    page = (ROOT / "docs" / "python-client.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "LLM" in second
+    code = first.replace("127.0.0.1:50051", cluster.grpc)
+    assert code != first
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "FinishReason.LENGTH" in result.stdout
+
+
 def test_the_clients_say_in_one_line_that_nobody_listens():
     for script, flag, address in (
         ("grpc_client.py", "--address", "127.0.0.1:9"),
+        ("async_client.py", "--address", "127.0.0.1:9"),
         ("openai_client.py", "--base-url", "http://127.0.0.1:9/v1"),
     ):
         result = run(script, flag, address)

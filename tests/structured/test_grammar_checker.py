@@ -12,31 +12,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hostile import HOSTILE, LARGEST
 
 from pdserve.checkpoint.resolve import resolve
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, Unavailable
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.structured import checker as checker_module
 from pdserve.structured.checker import GrammarChecker
+from pdserve.structured.grammar_text import grammar_text
 
 K = ConstraintKind
 MODEL = (resolve("tiny"), 512, (2,))
 GOOD = Constraint(K.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
-HOSTILE = {
-    "a regular expression with 10^9 states": Constraint(K.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
-    "an automaton of 2^300 states": Constraint(K.REGEX, "(a|b)*a(a|b){300}(a|b)*a(a|b){299}c"),
-    "a regular expression nested 30,000 times": Constraint(K.REGEX, "(" * 30_000 + "a" + ")" * 30_000),
-    "a grammar nested 30,000 times": Constraint(K.LARK, "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
-    "a schema nested 8,000 times": Constraint(K.JSON_SCHEMA, '{"items":' * 6_000 + "{}" + "}" * 6_000),
-    "an intersection of many cases": Constraint(
-        K.JSON_SCHEMA,
-        json.dumps({"allOf": [{"anyOf": [{"pattern": f"{i}.*{j}"} for j in range(9)]} for i in range(12)], "type": "string"}),
-    ),
-    "a reference to itself": Constraint(K.JSON_SCHEMA, '{"$ref": "#"}'),
-    "sixty kilobytes of alternatives": Constraint(
-        K.LARK, "start: " + " | ".join(f'"{i:04x}" start "{i:04x}"' for i in range(2800))
-    ),
-}
 
 
 @asynccontextmanager
@@ -70,9 +57,39 @@ def test_hostile_grammars_end_and_others_go_on():
             assert sum(exc is not None for exc in refused.values()) >= 5, refused
             for exc in refused.values():
                 assert exc is None or exc.field.startswith("structured_outputs."), exc
+                assert exc is None or len(exc.message) < 1000, "a refusal repeats its grammar"
             assert checker.child_pid is not None
 
     asyncio.run(run())
+
+
+def test_grammars_at_every_limit_of_their_size_are_judged_within_the_deadline():
+    """One more byte or text is refused before, by its number."""
+
+    async def run() -> None:
+        async with checking(timeout_s=60.0) as checker:
+            for name, one in LARGEST.items():
+                exc = await refusal(checker.check(one))
+                assert exc is None or "within" not in exc.message, name
+            assert await refusal(checker.check(LARGEST["1,024 choices"])) is None
+
+    asyncio.run(run())
+
+
+def test_a_nested_schema_has_a_verdict_at_any_depth():
+    """Reading and writing JSON take different numbers of levels of the interpreter's stack."""
+    for depth in (10, *range(800, 1000), 3000, 6000):
+        exc = depth_refusal('{"items":' * depth + "{}" + "}" * depth)
+        assert (exc is None) if depth == 10 else (exc is not None or depth < 1000)
+        assert exc is None or "nested too deeply" in exc.message
+
+
+def depth_refusal(text: str) -> InvalidRequest | None:
+    try:
+        grammar_text(Constraint(K.JSON_SCHEMA, text))
+    except InvalidRequest as exc:
+        return exc
+    return None
 
 
 def test_a_refusal_names_what_is_not_supported_and_is_known_from_then_on():

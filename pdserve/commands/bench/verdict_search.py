@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from pdserve.client.own_cluster import OwnCluster
 from pdserve.commands.bench.goodput import TEMPORARY, UNFINISHED, goodput
-from pdserve.commands.bench.own_cluster import OwnCluster
 from pdserve.commands.failures import INTERRUPTED
 
 TERMINATED: Final = 143  # 128 + SIGTERM, as shells report it

@@ -7,9 +7,9 @@ import sys
 import psutil
 import pytest
 
-from pdserve.cluster.errors import ClusterError
-from pdserve.commands.bench import own_cluster
-from pdserve.commands.bench.own_cluster import OwnCluster
+from pdserve.client import own_cluster
+from pdserve.client.own_cluster import OwnCluster
+from pdserve.core.errors import Unavailable
 
 SERVES = """
 import signal, sys, time
@@ -59,6 +59,6 @@ def test_an_error_inside_stops_it_too():
 def test_a_cluster_that_does_not_start_is_an_error_and_leaves_nothing(text, said, monkeypatch):
     monkeypatch.setattr(own_cluster, "START_S", 0.2 if "not ready" in said else 60.0)
     before = children()
-    with pytest.raises(ClusterError, match=said), OwnCluster(1, 1, None, program=program(text)):
+    with pytest.raises(Unavailable, match=said), OwnCluster(1, 1, None, program=program(text)):
         pass
     assert children() == before

@@ -90,6 +90,8 @@ def test_a_flip_keeps_process_weights_and_pool_and_nothing_of_the_old_life(clust
     """(1) A prefill worker lends a prompt and flips. (2) It is the same process with the same weights and pool. (3) Its lease
     is gone for a reader that comes late. (4) The prompt's blocks are hits, and the output is the same."""
     prompt, worker = prompt_of(100, seed=1), cluster.running["p"]
+    compiler = worker._grammars._compiler
+    assert compiler is not None, "the vocabulary is read before the first constraint comes"
     right, _ = cluster.hand_off("p", "d", prompt)
     before, model, pool = cluster["p"], worker._runner._model, worker.kv.caches[0].address
     cluster["d"].wait("Reserved", late := cluster.router.bind(cluster["d"], prompt_of(90, seed=2), GREEDY))
@@ -101,6 +103,7 @@ def test_a_flip_keeps_process_weights_and_pool_and_nothing_of_the_old_life(clust
     assert after.hello.address != before.hello.address
     assert worker._runner._model is model
     assert worker.kv.caches[0].address == pool
+    assert worker._grammars._compiler is compiler
 
     cluster.router.attach(cluster["d"], late, started)
     failed = cluster["d"].wait("RequestFailed", late)

@@ -54,7 +54,7 @@ class Stream(Generic[Message]):
         try:
             yield from self._call
         except grpc.RpcError as exc:
-            raise _explain(exc, self._address, self._hint) from exc
+            raise explain(exc, self._address, self._hint) from exc
 
     def cancel(self) -> None:
         """End the call. Idempotent."""
@@ -87,7 +87,7 @@ class _Client:
         try:
             return method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as exc:
-            raise _explain(exc, self.address, self._hint) from exc
+            raise explain(exc, self.address, self._hint) from exc
 
 
 class InferenceClient(_Client):
@@ -187,7 +187,7 @@ class AdminClient(_Client):
         return response
 
 
-def _explain(exc: Any, address: str, hint: str) -> CallFailed:
+def explain(exc: Any, address: str, hint: str) -> CallFailed:
     """Make one line out of a gRPC error, with the hint where it helps. `exc` is also the call that failed."""
     code: grpc.StatusCode = exc.code()
     details = " ".join((exc.details() or "").split())

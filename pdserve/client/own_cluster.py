@@ -1,6 +1,6 @@
-"""A cluster of `pdserve up` in a child process, for one measurement. It is stopped on every path.
+"""A cluster of `pdserve up` in a child process, for one measurement or one program. It is stopped on every path.
 
-The child is a process of its own so that the load generator shares no interpreter with the supervision of workers.
+The child is a process of its own so that the program shares no interpreter with the supervision of workers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from pdserve.cluster.errors import ClusterError
+from pdserve.core.errors import Unavailable
 
 START_S: Final = 600.0
 """The longest time until the cluster is ready: a model may have to be loaded and its kernels compiled."""
@@ -35,29 +36,34 @@ from pdserve.cli import main
 main(prog_name="pdserve")
 """
 UP: Final = (sys.executable, "-c", _MAIN, "up")
-"""The child stops by itself when its parent is killed."""
+"""The child stops by itself when its parent is killed: the kernel signals it at the end of the thread that started it."""
 
 
 class OwnCluster:
     """A running `pdserve up` inside `with`. `address` and `admin_address` are those of its router.
 
-    prefill, decode: the workers at the start. config: the file of settings for `--config`. Raises `ClusterError` when the
-    cluster does not become ready.
+    prefill, decode: the workers at the start. config: the file of settings for `--config`. flags: further flags of `pdserve
+    up`. Raises `Unavailable` when the cluster does not become ready.
     """
 
-    def __init__(self, prefill: int, decode: int, config: Path | None, *, program: Sequence[str] = UP) -> None:
+    def __init__(
+        self, prefill: int, decode: int, config: Path | None, *, flags: Sequence[str] = (), program: Sequence[str] = UP
+    ) -> None:
         sizes = ("--prefill", str(prefill), "--decode", str(decode))
         settings = () if config is None else ("--config", str(config))
-        self._arguments = [*program, *settings, *sizes, *FREE_PORTS]
+        self._arguments = [*program, *settings, *sizes, *FREE_PORTS, *flags]
         self._child: subprocess.Popen[bytes] | None = None
+        self._failed: OSError | None = None
+        self._started, self._over = threading.Event(), threading.Event()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by __exit__, after the child has ended
         self.address = self.admin_address = ""
 
     def __enter__(self) -> OwnCluster:
         try:
-            self._child = subprocess.Popen(
-                self._arguments, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            threading.Thread(target=self._keep, name="own-cluster", daemon=True).start()
+            self._started.wait()
+            if self._failed is not None:
+                raise Unavailable(f"`pdserve up` cannot be started: {self._failed}")
             self._wait_ready(time.monotonic() + START_S)
         except BaseException:
             self._stop()
@@ -67,20 +73,32 @@ class OwnCluster:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
 
+    def _keep(self) -> None:
+        """Start the child, and live as long as it may run. The thread that made this object may end before."""
+        try:
+            self._child = subprocess.Popen(
+                self._arguments, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as exc:
+            self._failed = exc
+        finally:
+            self._started.set()
+        self._over.wait()
+
     def _wait_ready(self, deadline_s: float) -> None:
         assert self._child is not None
         while not READY.search(self._text()):
             if (status := self._child.poll()) is not None:
-                raise ClusterError(f"`pdserve up` ended with status {status} before it was ready: {self._end()}")
+                raise Unavailable(f"`pdserve up` ended with status {status} before it was ready: {self._end()}")
             if time.monotonic() > deadline_s:
-                raise ClusterError(f"`pdserve up` was not ready after {START_S:g} s: {self._end()}")
+                raise Unavailable(f"`pdserve up` was not ready after {START_S:g} s: {self._end()}")
             time.sleep(POLL_S)
         self.address, self.admin_address = self._said("gRPC"), self._said("admin")
 
     def _said(self, name: str) -> str:
         found = re.search(rf"^{name} +(\S+)", self._text(), re.MULTILINE)
         if found is None:
-            raise ClusterError(f"`pdserve up` printed no address of {name}: {self._end()}")
+            raise Unavailable(f"`pdserve up` printed no address of {name}: {self._end()}")
         return found[1]
 
     def _text(self) -> str:
@@ -110,4 +128,5 @@ class OwnCluster:
                 except subprocess.TimeoutExpired:
                     continue
         finally:
+            self._over.set()
             self._output.close()

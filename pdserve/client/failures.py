@@ -1,0 +1,56 @@
+"""Errors of calls become the errors that the server raised."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc
+
+from pdserve.client.ports import explain
+from pdserve.core import errors
+from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.rpc import status
+
+HINT: Final = "is `pdserve up` running there, and is this its gRPC port?"
+_CODES: Final = {code.value: code for code in ErrorCode}
+_BARE: Final[dict[grpc.StatusCode, ErrorCode]] = {
+    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_REQUEST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.REQUEST_TOO_LARGE,
+}
+"""The error of each status that gRPC itself gives, without a reason of ours."""
+
+
+def error_of(exc: Any, address: str) -> PdserveError:
+    """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
+    trailing = dict(exc.trailing_metadata() or ())
+    reason = trailing.get(status.REASON_METADATA)
+    if reason is None:
+        return _made(_BARE.get(exc.code(), ErrorCode.INTERNAL_BUG), explain(exc, address, HINT).message, None)
+    code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
+    return _made(code, " ".join((exc.details() or "no details").split()), _seconds(trailing.get(status.RETRY_AFTER_METADATA)))
+
+
+def broken_stream() -> PdserveError:
+    """Return the error of a stream that ended in good order before the answer did. No server of ours ends one so."""
+    return errors.Unavailable("the stream ended before the answer did")
+
+
+def _made(code: ErrorCode, message: str, wait_s: float | None) -> PdserveError:
+    kind = CLASSES[code]
+    if issubclass(kind, errors.InvalidRequest):
+        field, colon, _ = message.partition(": ")
+        return kind(message, field=field if colon and " " not in field else "request")
+    if issubclass(kind, errors.Overloaded):
+        return kind(message, retry_after_s=DEFAULT_RETRY_AFTER_S if wait_s is None else wait_s)
+    return kind(message)
+
+
+def _seconds(text: Any) -> float | None:
+    try:
+        return max(0.0, float(text))
+    except (TypeError, ValueError):
+        return None

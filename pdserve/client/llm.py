@@ -1,0 +1,181 @@
+"""Offline batches on a cluster of one's own, which starts and ends with the program."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, Unpack
+
+from rich.console import Console
+from rich.progress import Progress
+
+from pdserve.client.asynchronous import AsyncClient
+from pdserve.client.own_cluster import OwnCluster
+from pdserve.client.params import Message, Options, Prompt, SamplingParams
+from pdserve.client.results import RequestOutput
+from pdserve.client.retries import Retries
+from pdserve.core.errors import ConfigError, Unavailable
+
+MAX_CONCURRENT: Final = 128
+"""Requests under way at once: several times what the workers of one machine run, so none of them waits for this program."""
+Ask = Callable[[AsyncClient, int], Awaitable[RequestOutput]]
+
+
+class LLM:
+    """A model that a cluster of child processes serves, for batches. Close it, or use `with`. The cluster ends with the
+    program, also when that is killed.
+
+    ```
+    with LLM("default") as llm:
+        for answer in llm.generate(["The sky is", "The sea is"], SamplingParams(max_tokens=16)):
+            print(answer.outputs[0].text)
+    ```
+    """
+
+    def __init__(self, model: str = "default", *, prefill: int = 1, decode: int = 1, **settings: Any) -> None:
+        """Start a cluster and wait until it is ready. Raises `Unavailable` with the reason.
+
+        `settings` are flags of `pdserve up`, with underscores: max_model_len=2048, enable_prefix_caching=False."""
+        flags = ["--model", model, *_flags(settings)]
+        self._retries = Retries(attempts=20)  # a lost worker is started again within this time
+        self._cluster: OwnCluster | None = OwnCluster(prefill, decode, None, flags=flags)
+        with Console(stderr=True).status(f"starting {prefill} prefill and {decode} decode workers for {model}"):
+            self._cluster.__enter__()
+        self.address = self._cluster.address
+        """host:port of the gRPC port, for clients of other kinds."""
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the cluster and wait until nothing of it is left. Idempotent."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            atexit.unregister(self.close)
+            cluster.__exit__(None, None, None)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[Options],
+    ) -> list[RequestOutput]:
+        """Go on with each prompt, and return the answers in the order of the prompts.
+
+        One `sampling_params` counts for all prompts, a list has one for each. use_tqdm: show progress. Raises the first error
+        that is not tried again; the requests that still run are then cancelled.
+        """
+        asked: Sequence[Any] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
+        params = _each(sampling_params, len(asked))
+        return self._run(len(asked), lambda client, i: client.generate(asked[i], params[i], **options), use_tqdm)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[Options],
+    ) -> list[RequestOutput]:
+        """Ask for the next message of each conversation, otherwise like `generate`. One conversation may stand alone."""
+        alone = bool(conversations) and isinstance(conversations[0], Mapping)
+        asked: Sequence[Any] = [conversations] if alone else list(conversations)
+        params = _each(sampling_params, len(asked))
+        return self._run(len(asked), lambda client, i: client.chat(asked[i], params[i], **options), use_tqdm)
+
+    def _run(self, count: int, ask: Ask, show: bool) -> list[RequestOutput]:
+        """Run all requests on a loop of a thread of their own, because a notebook has a loop that runs already."""
+        if self._cluster is None:
+            raise Unavailable("this LLM is closed")
+        batch = _Batch(self.address, self._retries, count, ask)
+        with Progress(console=Console(stderr=True), disable=not show, transient=True) as progress:
+            task = progress.add_task("requests", total=count)
+            return batch.run(lambda: progress.advance(task))
+
+
+class _Batch:
+    """The requests of one call."""
+
+    def __init__(self, address: str, retries: Retries, count: int, ask: Ask) -> None:
+        self._address = address
+        self._retries = retries
+        self._count = count
+        self._ask = ask
+        self._answers: list[RequestOutput] = []
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[list[RequestOutput]] | None = None
+
+    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
+        """Return the answers. A KeyboardInterrupt cancels all requests before it is raised."""
+        thread = threading.Thread(target=self._in_thread, args=(advance,), name="batch")
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            self._cancel()
+            thread.join()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._answers
+
+    def _cancel(self) -> None:
+        if self._loop is not None and self._task is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _in_thread(self, advance: Callable[[], None]) -> None:
+        try:
+            self._answers = asyncio.run(self._all(advance))
+        except asyncio.CancelledError:
+            self._error = Unavailable("the batch was cancelled")
+        except BaseExceptionGroup as group:
+            self._error = group.exceptions[0]
+        except BaseException as exc:  # noqa: BLE001  it is raised in the caller's thread
+            self._error = exc
+
+    async def _all(self, advance: Callable[[], None]) -> list[RequestOutput]:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        gate = asyncio.Semaphore(MAX_CONCURRENT)
+        async with AsyncClient(self._address, retries=self._retries) as client:
+
+            async def one(i: int) -> RequestOutput:
+                async with gate:
+                    answer = await self._ask(client, i)
+                advance()
+                return answer
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(i)) for i in range(self._count)]
+        return [task.result() for task in tasks]
+
+
+def _are_ids(prompts: Any) -> bool:
+    return bool(prompts) and all(isinstance(one, int) for one in prompts)
+
+
+def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise ConfigError(f"sampling_params: {len(given)} are given for {count} prompts")
+    return given
+
+
+def _flags(settings: Mapping[str, Any]) -> Iterable[str]:
+    """Return settings as flags of the command line."""
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}", str(value))

@@ -1,0 +1,200 @@
+"""The wishes of a program, and the `GenerateRequest` that they make. The names are those of the proto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypedDict, TypeVar
+
+from google.protobuf.message import Message as Wire
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import Placement
+from pdserve.core.structured.constraint import FIELD
+from pdserve.rpc.codec import placement_to_wire
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+_Wire = TypeVar("_Wire", bound=Wire)
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+Message = Mapping[str, Any]
+"""One message of a chat in OpenAI's form: role, content, and where they are needed name, tool_calls, tool_call_id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The choice of tokens, and the end of the output. A field that is None is not sent, and has the router's default. The
+    names are vLLM's; `SamplingParams` of common.proto explains each field and its limits, which the router checks."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def to_wire(self) -> common_pb2.SamplingParams:
+        """Return the message. Raises `InvalidRequest` naming the field."""
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        if isinstance(self.stop, str):
+            given["stop"] = [self.stop]
+        return _filled(common_pb2.SamplingParams(), given)
+
+
+class Options(TypedDict, total=False):
+    """The other fields of a request. `GenerateRequest` of inference.proto explains each of them."""
+
+    model: str
+    request_id: str
+    deadline_s: float
+    priority: int
+    placement: Placement | str
+    cache_salt: str
+    slo_class: str
+    session_id: str
+    n: int
+    best_of: int
+    beam_width: int
+    length_penalty: float
+    structured_outputs: Mapping[str, Any]
+    """One of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]}, {"grammar": ...}."""
+    tools: Sequence[Mapping[str, Any]]
+    """The functions that a chat may call, in OpenAI's form."""
+    tool_choice: str | Mapping[str, Any]
+    """auto, none, required, or {"type": "function", "function": {"name": ...}}."""
+    parallel_tool_calls: bool
+    template_kwargs: Mapping[str, Any]
+    """Further variables of the chat template, such as enable_thinking."""
+
+
+_SPECIAL: Final = frozenset({"placement", FIELD, "tools", "tool_choice", "parallel_tool_calls", "template_kwargs"})
+_PLAIN: Final = frozenset(Options.__annotations__) - _SPECIAL
+_OF_CHATS: Final = ("tools", "tool_choice", "parallel_tool_calls", "template_kwargs")
+_MODES: Final = {
+    "auto": inference_pb2.ToolChoice.MODE_AUTO,
+    "none": inference_pb2.ToolChoice.MODE_NONE,
+    "required": inference_pb2.ToolChoice.MODE_REQUIRED,
+}
+
+
+def text_request(prompt: Prompt, sampling: SamplingParams | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """Return the request that goes on with a prompt. Raises `InvalidRequest` naming the field."""
+    for name in _OF_CHATS:
+        if name in options:
+            raise InvalidRequest("is only allowed in a chat", field=name)
+    request = _request(sampling, options)
+    if isinstance(prompt, str):
+        _filled(request, {"text": prompt})
+    else:
+        _filled(request.tokens, {"ids": list(prompt)}, named="prompt")
+    return request
+
+
+def chat_request(
+    messages: Sequence[Message], sampling: SamplingParams | None, options: Mapping[str, Any]
+) -> inference_pb2.GenerateRequest:
+    """Return the request that asks for the assistant's next message. Raises `InvalidRequest` naming the field."""
+    request = _request(sampling, options)
+    request.chat.SetInParent()
+    for place, message in enumerate(messages):
+        _add_message(request.chat, message, f"messages[{place}]")
+    request.chat.tools.extend(json.dumps(tool) for tool in options.get("tools", ()))
+    if "template_kwargs" in options:
+        request.chat.template_kwargs = json.dumps(options["template_kwargs"])
+    if (choice := options.get("tool_choice")) is not None:
+        _choose(request.tool_choice, choice)
+    if options.get("parallel_tool_calls") is False:
+        request.tool_choice.at_most_one = True
+    return request
+
+
+def prompt_request(prompt: Prompt | Sequence[Message]) -> inference_pb2.TokenizeRequest:
+    """Return the request for the token ids of a text or of a chat. Raises `InvalidRequest`."""
+    request = inference_pb2.TokenizeRequest()
+    if isinstance(prompt, str):
+        return _filled(request, {"text": prompt})
+    for place, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest("must be a text or the messages of a chat", field="prompt")
+        _add_message(request.chat, message, f"messages[{place}]")
+    return request
+
+
+def _request(sampling: SamplingParams | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    for name in options:
+        if name not in _PLAIN and name not in _SPECIAL:
+            raise InvalidRequest("is no field of a request", field=name)
+    request = _filled(inference_pb2.GenerateRequest(), {name: value for name, value in options.items() if name in _PLAIN})
+    if sampling is not None:
+        request.sampling.CopyFrom(sampling.to_wire())
+    if (placement := options.get("placement")) is not None:
+        try:
+            request.placement = placement_to_wire(Placement(placement))
+        except ValueError:
+            wanted = ", ".join(one.value for one in Placement)
+            raise InvalidRequest(f"must be one of {wanted}, got {placement!r:.100}", field="placement") from None
+    if (constraint := options.get(FIELD)) is not None:
+        _constrain(request.structured_outputs, constraint)
+    return request
+
+
+def _constrain(wire: common_pb2.StructuredOutputs, constraint: Mapping[str, Any]) -> None:
+    """Write a constraint. A schema may be JSON text or an object."""
+    given = dict(constraint)
+    if isinstance(given.get("json"), Mapping):
+        given["json"] = json.dumps(given["json"])
+    if "choice" in given:
+        _filled(wire.choice, {"texts": list(given.pop("choice"))}, named=f"{FIELD}.choice")
+    _filled(wire, given, under=f"{FIELD}.")
+
+
+def _add_message(chat: inference_pb2.ChatPrompt, message: Message, place: str) -> None:
+    known = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning"}
+    for name in message:
+        if name not in known:
+            raise InvalidRequest("is no field of a message", field=f"{place}.{name}")
+    plain = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
+    wire = _filled(chat.messages.add(), plain, under=f"{place}.")
+    for call in message.get("tool_calls") or ():
+        try:
+            function = call["function"]
+            wire.tool_calls.add(id=call.get("id", ""), name=function["name"], arguments=function["arguments"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            wanted = 'be {"id": ..., "function": {"name": ..., "arguments": JSON text}}'
+            raise InvalidRequest(f"must {wanted}", field=f"{place}.tool_calls") from None
+
+
+def _choose(wire: inference_pb2.ToolChoice, choice: str | Mapping[str, Any]) -> None:
+    try:
+        if isinstance(choice, str):
+            wire.mode = _MODES[choice]
+        else:
+            wire.function = choice["function"]["name"]
+    except (KeyError, TypeError):
+        raise InvalidRequest("must be auto, none, required, or name a function", field="tool_choice") from None
+
+
+def _filled(message: _Wire, values: Mapping[str, Any], *, named: str = "", under: str = "") -> _Wire:
+    """Set fields of a message, and return it. Raises `InvalidRequest` for a value that its field cannot hold. The error calls
+    the field `named`, or by its name after `under`."""
+    for name, value in values.items():
+        try:
+            kind = type(message)(**{name: value})
+        except (TypeError, ValueError, AttributeError) as exc:
+            raise InvalidRequest(f"cannot be sent: {exc}", field=named or under + name) from None
+        message.MergeFrom(kind)
+    return message

@@ -1,0 +1,141 @@
+"""What a program asks for reaches the wire whole, and what it cannot ask for is an error that names the field."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.client.params import Options, SamplingParams, chat_request, prompt_request, text_request
+from pdserve.client.results import Gathered, ToolCall, delta_of
+from pdserve.client.retries import Retries
+from pdserve.core.error_table import CLASSES, TABLE
+from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError
+from pdserve.core.sampling import FinishReason
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+VALUES: dict[str, Any] = {
+    "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a", "b"],
+    "stop_token_ids": [5], "min_tokens": 1, "ignore_eos": True, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5, "logit_bias": {3: 0.5}, "logprobs": 2, "prompt_logprobs": 1, "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "model": "m", "request_id": "r", "deadline_s": 5.0, "priority": 3, "placement": "colocated", "cache_salt": "s",
+    "slo_class": "chat", "session_id": "c", "n": 2, "best_of": 3, "beam_width": 2, "length_penalty": 0.5,
+    "structured_outputs": {"regex": "a+"},
+}  # fmt: skip
+CHATS: dict[str, Any] = {
+    "tools": [{"type": "function"}], "tool_choice": "required", "parallel_tool_calls": False, "template_kwargs": {"x": 1},
+}  # fmt: skip
+
+
+def test_every_field_of_sampling_can_be_set_and_reaches_the_wire() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert names == {*common_pb2.SamplingParams.DESCRIPTOR.fields_by_name} == {*VALUES}
+    wire = SamplingParams(**VALUES).to_wire()
+    assert {field.name for field, _ in wire.ListFields()} | {"skip_special_tokens"} == names
+    assert wire.HasField("skip_special_tokens")
+    assert not SamplingParams().to_wire().ListFields()
+    assert list(SamplingParams(stop="END").to_wire().stop) == ["END"]
+
+
+def test_every_field_of_a_request_can_be_set_and_reaches_the_wire() -> None:
+    assert {*OPTIONS, *CHATS} == {*Options.__annotations__}
+    wire = chat_request(MESSAGES, SamplingParams(max_tokens=1), {**OPTIONS, **CHATS})
+    set_here = {field.name for field, _ in wire.ListFields()}
+    assert set_here == {*inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name} - {"text", "tokens"}
+    assert {field.name for field, _ in wire.chat.ListFields()} == {*inference_pb2.ChatPrompt.DESCRIPTOR.fields_by_name}
+    assert wire.tool_choice.at_most_one
+    assert text_request("a", None, {}).text == "a"
+    assert list(text_request([1, 2], None, {}).tokens.ids) == [1, 2]
+    assert prompt_request(MESSAGES).chat.messages[0].content == "hi"
+    assert chat_request(MESSAGES, None, {"structured_outputs": {"json": {"type": "object"}}}).structured_outputs.json
+    assert list(text_request("a", None, {"structured_outputs": {"choice": ["x", "y"]}}).structured_outputs.choice.texts) == [
+        "x",
+        "y",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("prompt", lambda: text_request([1, -2], None, {})),
+        ("max_tokens", lambda: text_request("a", SamplingParams(max_tokens=-1), {})),
+        ("temperature", lambda: text_request("a", SamplingParams(temperature="hot"), {})),  # type: ignore[arg-type]
+        ("placement", lambda: text_request("a", None, {"placement": "elsewhere"})),
+        ("priorty", lambda: text_request("a", None, {"priorty": 1})),
+        ("n", lambda: text_request("a", None, {"n": -1})),
+        ("tools", lambda: text_request("a", None, CHATS)),
+        ("tool_choice", lambda: chat_request(MESSAGES, None, {"tool_choice": "maybe"})),
+        ("messages[1].colour", lambda: chat_request([*MESSAGES, {"role": "user", "colour": 1}], None, {})),
+        ("messages[0].tool_calls", lambda: chat_request([{"role": "assistant", "tool_calls": [{"id": "x"}]}], None, {})),
+        ("structured_outputs.yaml", lambda: text_request("a", None, {"structured_outputs": {"yaml": "x"}})),
+    ],
+)
+def test_what_cannot_be_sent_names_its_field(field: str, make: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make()
+    assert caught.value.field == field
+
+
+def errors() -> list[PdserveError]:
+    made = []
+    for kind in CLASSES.values():
+        named: dict[str, Any] = {"field": "f"} if issubclass(kind, InvalidRequest) else {}
+        made.append(kind("why", **({"retry_after_s": 2.0} if kind is Overloaded else named)))
+    return made
+
+
+def test_a_client_tries_again_what_the_table_marks_and_nothing_else() -> None:
+    for error in errors():
+        again = Retries().wait_s(error, 1, None, 0.0) is not None
+        assert again == TABLE[error.code].client_retries, error.code
+
+
+@given(attempt=st.integers(1, 12), left_s=st.none() | st.floats(0, 30), share=st.floats(0, 0.999))
+def test_waits_are_bounded_and_honour_the_server_and_the_deadline(attempt: int, left_s: float | None, share: float) -> None:
+    retries = Retries(attempts=8, longest_wait_s=5.0)
+    wait_s = retries.wait_s(Overloaded("full", retry_after_s=2.0), attempt, left_s, share)
+    if wait_s is None:
+        assert attempt >= 8 or (left_s is not None and left_s <= 5.0 * 1.25)
+    else:
+        assert 2.0 <= wait_s <= 5.0 * 1.25
+        assert left_s is None or wait_s < left_s
+    assert Retries(1).wait_s(Overloaded("full", retry_after_s=2.0), 1, None, 0.0) is None
+
+
+def test_pieces_of_several_choices_join_to_whole_answers() -> None:
+    gathered = Gathered()
+    call = inference_pb2.ToolCallDelta
+    parts = [
+        inference_pb2.GenerateResponse(choice=1, ids=[1], text="a"),
+        inference_pb2.GenerateResponse(choice=0, ids=[2], text="x", tool_calls=[call(id="c", name="f", arguments="{")]),
+        inference_pb2.GenerateResponse(choice=0, ids=[3], text="y", tool_calls=[call(arguments="}")], finish_reason=1),
+    ]
+    for part in parts:
+        gathered.add(delta_of(part))
+    assert gathered.whole("r") is None, "choice 1 has not ended"
+    gathered.add(delta_of(inference_pb2.GenerateResponse(choice=1, ids=[4], text="b", finish_reason=2)))
+    whole = gathered.whole("r")
+    assert whole is not None
+    assert [(one.text, one.ids, one.finish_reason) for one in whole.outputs] == [
+        ("xy", (2, 3), FinishReason.STOP),
+        ("ab", (1, 4), FinishReason.LENGTH),
+    ]
+    assert whole.outputs[0].tool_calls == (ToolCall(0, "c", "f", "{}"),)
+
+
+def test_the_package_loads_neither_grpc_nor_torch_before_they_are_needed() -> None:
+    code = (
+        "import sys, pdserve; assert 'grpc' not in sys.modules; "
+        "from pdserve import Client, AsyncClient, LLM, SamplingParams; "
+        "bad = {'torch', 'ray', 'numpy', 'pdserve.engine', 'router'} & {*sys.modules}; assert not bad, bad"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
