@@ -64,7 +64,17 @@ def test_every_accepted_field_is_explained_and_every_other_one_marked() -> None:
             assert fields[name]["enum"] == [*neutral, None], name
         assert all("description" in field for field in fields.values())
     names = {name for schema in SCHEMAS.values() for name in schema.get("properties", {})}
-    assert {*FIELDS} - {*WITHOUT_EFFECT} - names == set()
+    places = {f"{shape}.{name}" for shape, schema in SCHEMAS.items() for name in schema.get("properties", {})}
+    assert {*FIELDS} - {*WITHOUT_EFFECT} - names - places == set()
+
+
+def test_a_field_whose_meaning_depends_on_its_place_is_explained_at_its_place() -> None:
+    """A function's description is shown to models, and a schema's is not."""
+    function = SCHEMAS["FunctionFields"]["properties"]["description"]["description"]
+    assert "to the model" in function
+    assert "No model sees it" in SCHEMAS["JsonSchema"]["properties"]["description"]["description"]
+    assert SCHEMAS["FunctionTool"]["properties"]["description"]["description"] == function
+    assert "author" in SCHEMAS["Message"]["properties"]["name"]["description"]
 
 
 @pytest.mark.parametrize("body", [*LEAST])
