@@ -11,12 +11,21 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pdserve.client.blocking import DEFAULT_ADDRESS, call_timeout_s, deadline_of, read
-from pdserve.client.failures import broken_stream, error_of
-from pdserve.client.params import Message, Options, Prompt, SamplingParams, chat_request, prompt_request, text_request
+from pdserve.client.failures import broken_stream, closed_client, error_of
+from pdserve.client.params import (
+    Message,
+    Options,
+    Prompt,
+    SamplingParams,
+    chat_request,
+    ids_request,
+    prompt_request,
+    text_request,
+)
 from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput
 from pdserve.client.retries import Retries
-from pdserve.core.errors import Cancelled, PdserveError, Unavailable
+from pdserve.core.errors import Cancelled, PdserveError
 from pdserve.rpc import status
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
@@ -35,6 +44,8 @@ class AsyncStream:
         self._begun = False
         self.request_id = ""
         """The router's own id of the request. It is known with the first delta."""
+        self.cancel_token = ""
+        """What `cancel` of any client needs beside the id. It is known with the first delta."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,7 +77,9 @@ class AsyncStream:
                 return
             except PdserveError as exc:
                 left_s = None if ends_s is None else ends_s - loop.time()
-                wait_s = None if given else self._client.retries.wait_s(exc, attempt, left_s, random.random())
+                wait_s = (
+                    None if given or self._client.closed else self._client.retries.wait_s(exc, attempt, left_s, random.random())
+                )
                 if self._cancelled.is_set():
                     raise Cancelled("this client cancelled the request") from None
                 if wait_s is None:
@@ -93,21 +106,32 @@ class AsyncStream:
                 if not self.request_id:
                     told = dict(await call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
+                    self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
                 delta = read(message)
                 last = max(last, delta.choice)
                 if delta.finish_reason is not None:
                     ended.add(delta.choice)
                 yield delta
         except grpc.aio.AioRpcError as exc:
+            if self._client.closed and not self._cancelled.is_set():
+                raise closed_client() from exc
             raise error_of(exc, self._client.address) from exc
         except asyncio.CancelledError:
-            if self._cancelled.is_set():  # the call was cancelled, not the task
-                raise Cancelled("this client cancelled the request") from None
-            raise
+            if _task_is_cancelled():
+                raise
+            if self._client.closed:
+                raise closed_client() from None
+            raise Cancelled("this client cancelled the request") from None
         finally:
             call.cancel()
         if last < 0 or len(ended) <= last:
             raise broken_stream()
+
+
+def _task_is_cancelled() -> bool:
+    """Tell whether the task itself is cancelled. A call that is cancelled raises the same error in a task that goes on."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class AsyncClient:
@@ -122,7 +146,7 @@ class AsyncClient:
         self.retries = retries or Retries()
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
-        self._closed = False
+        self.closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,7 +156,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancel what still runs, and close the connection. Idempotent."""
-        self._closed = True
+        self.closed = True
         await self._channel.close(None)
 
     async def generate(
@@ -161,6 +185,16 @@ class AsyncClient:
         """Return the token ids of a text or a chat. Raises a `PdserveError`."""
         return tuple((await self._look_up(self._stub.Tokenize, prompt_request(prompt))).ids)
 
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids. Raises a `PdserveError`."""
+        return str((await self._look_up(self._stub.Detokenize, ids_request(ids, skip_special_tokens))).text)
+
+    async def cancel(self, request_id: str, cancel_token: str) -> bool:
+        """Cancel a request of any client, by what its stream says of it. False: it has ended, or is not of this router.
+        Raises a `PdserveError`."""
+        request = inference_pb2.CancelRequest(request_id=request_id, cancel_token=cancel_token)
+        return bool((await self._look_up(self._stub.Cancel, request)).found)
+
     async def model_info(self) -> inference_pb2.GetModelInfoResponse:
         """Return the name and the limits of the model that is served. Raises a `PdserveError`."""
         found: inference_pb2.GetModelInfoResponse = await self._look_up(
@@ -170,8 +204,8 @@ class AsyncClient:
 
     def begin(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Any:
         """Start a call. Raises `Unavailable` on a closed client."""
-        if self._closed:
-            raise Unavailable("this client is closed")
+        if self.closed:
+            raise closed_client()
         return self._stub.Generate(request, timeout=timeout_s)
 
     async def _whole(self, request: inference_pb2.GenerateRequest) -> RequestOutput:
@@ -186,7 +220,7 @@ class AsyncClient:
                 return await self._once(request, ends_s)
             except PdserveError as exc:
                 left_s = None if ends_s is None else ends_s - loop.time()
-                wait_s = None if self._closed else self.retries.wait_s(exc, attempt, left_s, random.random())
+                wait_s = None if self.closed else self.retries.wait_s(exc, attempt, left_s, random.random())
                 if wait_s is None:
                     raise
             await asyncio.sleep(wait_s)
@@ -206,4 +240,4 @@ class AsyncClient:
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc, self.address) from exc
         except grpc.aio.UsageError:
-            raise Unavailable("this client is closed") from None
+            raise closed_client() from None

@@ -11,12 +11,21 @@ from typing import Any, Final, Self, Unpack
 
 import grpc
 
-from pdserve.client.failures import broken_stream, error_of
-from pdserve.client.params import Message, Options, Prompt, SamplingParams, chat_request, prompt_request, text_request
+from pdserve.client.failures import broken_stream, closed_client, error_of
+from pdserve.client.params import (
+    Message,
+    Options,
+    Prompt,
+    SamplingParams,
+    chat_request,
+    ids_request,
+    prompt_request,
+    text_request,
+)
 from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput, delta_of
 from pdserve.client.retries import Retries
-from pdserve.core.errors import Cancelled, InternalBug, PdserveError, Unavailable
+from pdserve.core.errors import Cancelled, InternalBug, PdserveError
 from pdserve.rpc import status
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 
@@ -59,6 +68,8 @@ class Stream:
         self._begun = False
         self.request_id = ""
         """The router's own id of the request. It is known with the first delta."""
+        self.cancel_token = ""
+        """What `cancel` of any client needs beside the id. It is known with the first delta."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +104,9 @@ class Stream:
                 return
             except PdserveError as exc:
                 left_s = None if self._ends_s is None else self._ends_s - time.monotonic()
-                wait_s = None if given else self._client.retries.wait_s(exc, attempt, left_s, random.random())
+                wait_s = (
+                    None if given or self._client.closed else self._client.retries.wait_s(exc, attempt, left_s, random.random())
+                )
                 if self._cancelled.is_set() or (wait_s is not None and self._cancelled.wait(wait_s)):
                     raise Cancelled("this client cancelled the request") from None
                 if wait_s is None:
@@ -113,12 +126,15 @@ class Stream:
                 if not self.request_id:
                     told = dict(call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
+                    self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
                 delta = read(message)
                 last = max(last, delta.choice)
                 if delta.finish_reason is not None:
                     ended.add(delta.choice)
                 yield delta
         except grpc.RpcError as exc:
+            if self._client.closed and not self._cancelled.is_set():
+                raise closed_client() from exc
             raise error_of(exc, self._client.address) from exc
         finally:
             call.cancel()
@@ -142,7 +158,7 @@ class Client:
         self.retries = retries or Retries()
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
-        self._closed = False
+        self.closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +168,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel what still runs, and close the connection. Idempotent."""
-        self._closed = True
+        self.closed = True
         self._channel.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]) -> RequestOutput:
@@ -179,6 +195,16 @@ class Client:
         """Return the token ids of a text or a chat. Raises a `PdserveError`."""
         return tuple(self._look_up(self._stub.Tokenize, prompt_request(prompt)).ids)
 
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids. Raises a `PdserveError`."""
+        return str((self._look_up(self._stub.Detokenize, ids_request(ids, skip_special_tokens))).text)
+
+    def cancel(self, request_id: str, cancel_token: str) -> bool:
+        """Cancel a request of any client, by what its stream says of it. False: it has ended, or is not of this router.
+        Raises a `PdserveError`."""
+        request = inference_pb2.CancelRequest(request_id=request_id, cancel_token=cancel_token)
+        return bool((self._look_up(self._stub.Cancel, request)).found)
+
     def model_info(self) -> inference_pb2.GetModelInfoResponse:
         """Return the name and the limits of the model that is served. Raises a `PdserveError`."""
         found: inference_pb2.GetModelInfoResponse = self._look_up(self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest())
@@ -189,7 +215,7 @@ class Client:
         try:
             return self._stub.Generate(request, timeout=timeout_s)
         except ValueError:
-            raise Unavailable("this client is closed") from None
+            raise closed_client() from None
 
     def _whole(self, request: inference_pb2.GenerateRequest) -> RequestOutput:
         """Run a request to its end. It is tried again also after a part of the answer, since nobody has seen that part."""
@@ -202,7 +228,7 @@ class Client:
                 return self._once(request)
             except PdserveError as exc:
                 left_s = None if ends_s is None else ends_s - time.monotonic()
-                wait_s = None if self._closed else self.retries.wait_s(exc, attempt, left_s, random.random())
+                wait_s = None if self.closed else self.retries.wait_s(exc, attempt, left_s, random.random())
                 if wait_s is None:
                     raise
             time.sleep(wait_s)
@@ -224,4 +250,4 @@ class Client:
         except grpc.RpcError as exc:
             raise error_of(exc, self.address) from exc
         except ValueError:
-            raise Unavailable("this client is closed") from None
+            raise closed_client() from None

@@ -17,7 +17,6 @@ _CODES: Final = {code.value: code for code in ErrorCode}
 _BARE: Final[dict[grpc.StatusCode, ErrorCode]] = {
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED: ErrorCode.CANCELLED,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_REQUEST,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.REQUEST_TOO_LARGE,
 }
@@ -28,6 +27,8 @@ def error_of(exc: Any, address: str) -> PdserveError:
     """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
     trailing = dict(exc.trailing_metadata() or ())
     reason = trailing.get(status.REASON_METADATA)
+    if reason is None and exc.code() is grpc.StatusCode.CANCELLED:  # a cancel by a client has a reason, or is known to it
+        return errors.Unavailable(f"the server at {address} ended the call: it stops")
     if reason is None:
         return _made(_BARE.get(exc.code(), ErrorCode.INTERNAL_BUG), explain(exc, address, HINT).message, None)
     code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
@@ -37,6 +38,11 @@ def error_of(exc: Any, address: str) -> PdserveError:
 def broken_stream() -> PdserveError:
     """Return the error of a stream that ended in good order before the answer did. No server of ours ends one so."""
     return errors.Unavailable("the stream ended before the answer did")
+
+
+def closed_client() -> PdserveError:
+    """Return the error of a call on a client that its program has closed. It is never tried again."""
+    return errors.Unavailable("this client is closed")
 
 
 def _made(code: ErrorCode, message: str, wait_s: float | None) -> PdserveError:

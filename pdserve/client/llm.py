@@ -21,6 +21,8 @@ from pdserve.core.errors import ConfigError, Unavailable
 
 MAX_CONCURRENT: Final = 128
 """Requests under way at once: several times what the workers of one machine run, so none of them waits for this program."""
+CHECK_S: Final = 0.5
+"""The program looks so often whether its cluster still lives."""
 Ask = Callable[[AsyncClient, int], Awaitable[RequestOutput]]
 
 
@@ -96,10 +98,11 @@ class LLM:
         """Run all requests on a loop of a thread of their own, because a notebook has a loop that runs already."""
         if self._cluster is None:
             raise Unavailable("this LLM is closed")
+        self._cluster.check()
         batch = _Batch(self.address, self._retries, count, ask)
         with Progress(console=Console(stderr=True), disable=not show, transient=True) as progress:
             task = progress.add_task("requests", total=count)
-            return batch.run(lambda: progress.advance(task))
+            return batch.run(lambda: progress.advance(task), self._cluster.check)
 
 
 class _Batch:
@@ -112,24 +115,31 @@ class _Batch:
         self._ask = ask
         self._answers: list[RequestOutput] = []
         self._error: BaseException | None = None
+        self._started, self._ended = threading.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[list[RequestOutput]] | None = None
 
-    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
-        """Return the answers. A KeyboardInterrupt cancels all requests before it is raised."""
+    def run(self, advance: Callable[[], None], check: Callable[[], None]) -> list[RequestOutput]:
+        """Return the answers. A KeyboardInterrupt, and an error that `check` raises because the cluster is gone, cancels all
+        requests before it is raised. The wait is for an event: a `join` that is interrupted takes the thread for ended."""
         thread = threading.Thread(target=self._in_thread, args=(advance,), name="batch")
         thread.start()
         try:
-            thread.join()
+            while not self._ended.wait(CHECK_S):
+                check()
         except BaseException:
             self._cancel()
-            thread.join()
             raise
+        finally:
+            self._ended.wait()
+            thread.join()
         if self._error is not None:
+            check()  # the end of the cluster explains the error of a request
             raise self._error
         return self._answers
 
     def _cancel(self) -> None:
+        self._started.wait()
         if self._loop is not None and self._task is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 
@@ -142,9 +152,13 @@ class _Batch:
             self._error = group.exceptions[0]
         except BaseException as exc:  # noqa: BLE001  it is raised in the caller's thread
             self._error = exc
+        finally:
+            self._started.set()
+            self._ended.set()
 
     async def _all(self, advance: Callable[[], None]) -> list[RequestOutput]:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._started.set()
         gate = asyncio.Semaphore(MAX_CONCURRENT)
         async with AsyncClient(self._address, retries=self._retries) as client:
 

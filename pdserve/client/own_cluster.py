@@ -73,6 +73,11 @@ class OwnCluster:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
 
+    def check(self) -> None:
+        """Raises `Unavailable` if the cluster has ended by itself."""
+        if self._child is not None and (status := self._child.poll()) is not None:
+            raise Unavailable(f"`pdserve up` ended by itself with status {status}: {self._end()}")
+
     def _keep(self) -> None:
         """Start the child, and live as long as it may run. The thread that made this object may end before."""
         try:

@@ -134,6 +134,11 @@ def prompt_request(prompt: Prompt | Sequence[Message]) -> inference_pb2.Tokenize
     return request
 
 
+def ids_request(ids: Sequence[int], skip_special_tokens: bool) -> inference_pb2.DetokenizeRequest:
+    """Return the request for the text of token ids. Raises `InvalidRequest`."""
+    return _filled(inference_pb2.DetokenizeRequest(skip_special_tokens=skip_special_tokens), {"ids": list(ids)})
+
+
 def _request(sampling: SamplingParams | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     for name in options:
         if name not in _PLAIN and name not in _SPECIAL:

@@ -86,6 +86,13 @@ class ToolChoice:
 Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...] | ChatPrompt
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Return True for the messages of a chat, with or without more."""
+    return isinstance(prompt, ChatPrompt) or (
+        not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizeInput:
     """A prompt to be tokenised for a model. None means the served model."""

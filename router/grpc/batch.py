@@ -6,8 +6,9 @@ import logging
 from contextlib import closing
 from typing import Any
 
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.rpc.v1 import inference_pb2
+from router.api.answer import unexpected
 from router.api.router_api import RouterApi
 from router.choices.together import together
 from router.grpc.choices import running_of
@@ -46,7 +47,7 @@ async def _answered(router: RouterApi, index: int, call: GenerateCall, writer: W
         return exc
     except Exception:
         logger.exception("request %s of a batch failed", running.request_id)
-        return InternalBug("internal error; the router's log has the details")
+        return unexpected()
     finally:
         running.close()
     return None

@@ -7,9 +7,9 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.core.sampling import FinishReason
-from router.api.answer import Delta, Generation
+from router.api.answer import Delta, Generation, unfinished
 from router.api.choices import likeliest, submit_choices
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
@@ -183,7 +183,7 @@ async def _pump(
         await reply.event(chunk)
         if not logprobs:
             generation.take_by(take)
-    raise _unfinished(generation)
+    raise unfinished(generation)
 
 
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
@@ -257,7 +257,7 @@ async def _collect(generation: Generation, logprobs: LogprobsFormat | None, view
             told.add(logprobs.of(delta.ids, delta.logprobs))
             await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
-        raise _unfinished(generation)
+        raise unfinished(generation)
     logprobs_json = told.encode() + (b',"prompt_logprobs":[%b]' % b",".join(listed) if listed else b"")
     return _Output("".join(texts), tuple(ids), finish_reason, logprobs_json, gathered, logprob)
 
@@ -271,7 +271,3 @@ async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Rep
         if report is not None:
             reply.served(report)
         raise
-
-
-def _unfinished(generation: Generation) -> InternalBug:
-    return InternalBug(f"request {generation.request_id} ended without a finish reason")

@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 from pdserve import __version__
 from pdserve.config import RouterConfig
 from pdserve.core.error_table import TABLE
-from pdserve.core.errors import InternalBug, PdserveError, UnknownModel
+from pdserve.core.errors import PdserveError, UnknownModel
 from pdserve.rpc.status import CORRELATION_ID_METADATA
+from router.api.answer import unexpected
 from router.api.router_api import RouterApi
 from router.http.answer import answer
 from router.http.body import BodyRefused, header, read_body, refuse_body
@@ -139,7 +140,7 @@ class _Generate:
         except PdserveError as exc:
             await reply.fail(exc)
         except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
-            await reply.fail(InternalBug("internal error; the router's log has the details"))
+            await reply.fail(unexpected())
             raise
 
 
@@ -198,4 +199,4 @@ async def _failed(_: Request, exc: PdserveError) -> Response:
 
 
 async def _bug(request: Request, _: Exception) -> Response:
-    return await _failed(request, InternalBug("internal error; the router's log has the details"))
+    return await _failed(request, unexpected())

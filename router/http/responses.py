@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError
-from router.api.answer import Delta, Generation
+from pdserve.core.errors import InvalidRequest, PdserveError
+from router.api.answer import Delta, Generation, unfinished
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of
 from router.http.reply import Reply
@@ -75,7 +75,7 @@ async def _stream(generation: Generation, output: _Output, reply: Reply) -> None
             await asyncio.sleep(0)  # lets other tasks run: log-probabilities take long to encode
         else:
             generation.take_by(take)
-    raise _unfinished(generation)
+    raise unfinished(generation)
 
 
 async def _whole(generation: Generation, output: _Output, reply: Reply) -> None:
@@ -87,8 +87,4 @@ async def _whole(generation: Generation, output: _Output, reply: Reply) -> None:
             return
         if output.logprobs:
             await asyncio.sleep(0)  # as above
-    raise _unfinished(generation)
-
-
-def _unfinished(generation: Generation) -> InternalBug:
-    return InternalBug(f"request {generation.request_id} ended without a finish reason")
+    raise unfinished(generation)

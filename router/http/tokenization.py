@@ -6,7 +6,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pdserve.core.errors import InternalBug, PdserveError
+from pdserve.core.errors import PdserveError
+from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
 from router.http.body import BodyRefused, read_body, refuse_body
@@ -38,7 +39,7 @@ class Tokenization:
         except PdserveError as exc:
             await reply.fail(exc)
         except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
-            await reply.fail(InternalBug("internal error; the router's log has the details"))
+            await reply.fail(unexpected())
             raise
 
     async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> dict[str, Any]:

@@ -46,11 +46,6 @@ class PromptView:
         if shown.echo:
             self.text = prompt if isinstance(prompt, str) else self._written(ids)
 
-    @property
-    def echoes(self) -> bool:
-        """True when the answer begins with the prompt."""
-        return self._shown.echo
-
     def output(self, delta: Delta) -> Delta:
         """Return what the answer shows of a delta."""
         if not self._shown.hides_output:
@@ -59,7 +54,7 @@ class PromptView:
 
     def echoed(self, first: Delta, format_: LogprobsFormat | None) -> Iterator[dict[str, Any] | None]:
         """Yield the log-probabilities of the prompt for an echo, piece by piece. The first token has none. None: none are asked
-        for. first: the first delta."""
+        for. `first` is the first delta."""
         if not self._shown.echo:
             return
         if format_ is None:
@@ -74,7 +69,7 @@ class PromptView:
 
     def listed(self, first: Delta) -> Iterator[bytes]:
         """Yield the elements of `prompt_logprobs` as JSON, piece by piece and without brackets; nothing if they are not asked
-        for. first: the first delta."""
+        for. `first` is the first delta."""
         if self._shown.prompt_logprobs is None:
             return
         for start in range(0, len(self._ids), PIECE_TOKENS):
@@ -85,7 +80,7 @@ class PromptView:
             yield encode_json(entries)[1:-1]
 
     def _scores(self, first: Delta, start: int) -> list[TokenLogprobs]:
-        """Return those of the tokens of a piece. A placeholder stands for the first token of the prompt."""
+        """Return the log-probabilities of the tokens of a piece. A placeholder stands for the first token of the prompt."""
         end = start + PIECE_TOKENS - 1
         return [TokenLogprobs(0.0), *first.prompt_logprobs[:end]] if not start else list(first.prompt_logprobs[start - 1 : end])
 

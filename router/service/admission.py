@@ -16,7 +16,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.identity import new_request_id
-from router.api.request import SESSION_ID, ChatMessage, ChatPrompt, GenerateInput, Prompt
+from router.api.request import SESSION_ID, GenerateInput, Prompt, is_chat
 from router.core.events import Submit
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -141,10 +141,9 @@ class Admission:
     def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
         limit = self._limit.max_model_len
         if len(ids) >= limit:
-            is_chat = isinstance(prompt, ChatPrompt) or (not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage))
             raise InvalidRequest(
                 f"has {len(ids)} tokens; max_model_len is {limit} for prompt and output, so at most {limit - 1} are allowed",
-                field="messages" if is_chat else "prompt",
+                field="messages" if is_chat(prompt) else "prompt",
             )
 
     def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:

@@ -26,7 +26,7 @@ from pdserve.text.calls.reasoning import OPEN, ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS, REASONING_MARKS, call_form, reasoning_form
 from pdserve.text.tokenizer import Tokenizer
 from router.api.answer import Generation
-from router.api.request import ChatMessage, ChatPrompt, GenerateInput, ToolMode
+from router.api.request import ChatPrompt, GenerateInput, ToolMode, is_chat
 from router.service.parsed_generation import ParsedGeneration
 
 TAIL: Final = 16  # tokens at the end of a prompt that may hold the tag that opens reasoning
@@ -91,7 +91,7 @@ class Chats:
 
     def read(self, generation: Generation, request: GenerateInput, prompt_ids: Sequence[int]) -> Generation:
         """Return the generation with calls and reasoning taken out of its text. `request` is prepared."""
-        if not _is_chat(request):
+        if not is_chat(request.prompt):
             return generation
         calls = self._calls(request)
         reasoning = None
@@ -138,11 +138,6 @@ def tools_named(request: GenerateInput) -> Iterator[None]:
         if isinstance(request.prompt, ChatPrompt) and request.prompt.tools and exc.field.startswith(FIELD):
             raise InvalidRequest(exc.message.removeprefix(f"{exc.field}: "), field="tools") from exc
         raise
-
-
-def _is_chat(request: GenerateInput) -> bool:
-    prompt = request.prompt
-    return isinstance(prompt, ChatPrompt) or (not isinstance(prompt, str) and isinstance(prompt[0], ChatMessage))
 
 
 def _constraint(request: GenerateInput, prompt: ChatPrompt) -> Constraint:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve import Client
 from pdserve.client.params import Options, SamplingParams, chat_request, prompt_request, text_request
 from pdserve.client.results import Gathered, ToolCall, delta_of
 from pdserve.client.retries import Retries
 from pdserve.core.error_table import CLASSES, TABLE
 from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError
 from pdserve.core.sampling import FinishReason
-from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 VALUES: dict[str, Any] = {
@@ -130,6 +133,31 @@ def test_pieces_of_several_choices_join_to_whole_answers() -> None:
         ("ab", (1, 4), FinishReason.LENGTH),
     ]
     assert whole.outputs[0].tool_calls == (ToolCall(0, "c", "f", "{}"),)
+
+
+class _Stops(inference_pb2_grpc.InferenceServicer):
+    """It ends its first call with the bare status of a cancel, as a server that stops may do, and answers the second."""
+
+    calls = 0
+
+    def Generate(self, request: Any, context: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            context.abort(grpc.StatusCode.CANCELLED, "")
+        yield inference_pb2.GenerateResponse(ids=[1], text="a", finish_reason=1)
+
+
+def test_a_call_that_a_stopping_server_ends_is_no_cancel_of_the_client() -> None:
+    server, service = grpc.server(ThreadPoolExecutor(1)), _Stops()
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with Client(address, retries=Retries(2, longest_wait_s=0.0)) as client:
+            assert client.generate("a").text == "a"
+    finally:
+        server.stop(0).wait()
+    assert service.calls == 2
 
 
 def test_the_package_loads_neither_grpc_nor_torch_before_they_are_needed() -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from pdserve import AsyncClient, Client, Retries, SamplingParams
+from pdserve.client.llm import _Batch
 from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from testkit.processes import BOUND_S, ProcessCluster
 from tests.integration.real_service import tiny
@@ -69,6 +70,11 @@ def test_a_whole_answer_equals_its_stream_and_that_of_the_other_client(client: C
 
     assert asyncio.run(other()) == (whole.text, whole.text)
     assert client.model_info().model == "tiny"
+    ids = client.tokenize("Once upon a time")
+    assert client.detokenize(ids) == "Once upon a time"
+    with pytest.raises(InvalidRequest) as caught:
+        client.detokenize([-1])
+    assert caught.value.field == "ids"
 
 
 def test_errors_are_the_servers_own(client: Client, cluster: ProcessCluster) -> None:
@@ -84,6 +90,90 @@ def test_errors_are_the_servers_own(client: Client, cluster: ProcessCluster) -> 
     closed.close()
     with pytest.raises(Unavailable, match="closed"):
         closed.generate("a", GREEDY)
+    with pytest.raises(Unavailable, match="closed"):
+        list(closed.stream("a", GREEDY))
+    cluster.assert_empty()
+
+
+def test_a_client_that_is_closed_ends_its_streams_with_an_error(cluster: ProcessCluster) -> None:
+    """The task of a stream goes on after the error: nobody has cancelled the task."""
+    client = Client(cluster.grpc)
+
+    def read() -> None:
+        for _ in client.stream("a", LONG):
+            client.close()
+
+    with pytest.raises(Unavailable, match="closed"):
+        read()
+
+    async def close_it() -> None:
+        client = AsyncClient(cluster.grpc)
+        async for _ in client.stream("a", LONG):
+            await client.close()
+
+    with pytest.raises(Unavailable, match="closed"):
+        asyncio.run(close_it())
+    cluster.assert_empty()
+
+
+def test_a_request_is_cancelled_from_another_connection(client: Client, cluster: ProcessCluster) -> None:
+    stream, found = client.stream("a", LONG), []
+
+    def read() -> None:
+        for _ in stream:
+            if not found:
+                with Client(cluster.grpc) as other:
+                    assert not other.cancel(stream.request_id, "a token of nobody")
+                    found.append(other.cancel(stream.request_id, stream.cancel_token))
+
+    with pytest.raises(Cancelled):
+        read()
+    assert found == [True]
+    assert not client.cancel(stream.request_id, stream.cancel_token), "it has ended"
+
+    async def other() -> tuple[str, bool]:
+        async with AsyncClient(cluster.grpc) as client:
+            text = await client.detokenize(await client.tokenize("hello"), skip_special_tokens=True)
+            return text, await client.cancel(stream.request_id, stream.cancel_token)
+
+    assert asyncio.run(other()) == ("hello", False)
+    cluster.assert_empty()
+
+
+def test_a_storm_of_cancels_leaves_nothing(client: Client, cluster: ProcessCluster) -> None:
+    """Cancels come before the request, before its first token and after it; and threads end in the middle of a stream."""
+    found: list[str] = []
+
+    def read(place: int) -> None:
+        stream = client.stream([5, 6, place], LONG)
+        threading.Timer(place * 0.01, stream.cancel).start()
+        try:
+            for _ in stream:
+                if place % 10 == 9:
+                    found.append("left")
+                    return
+        except Cancelled:
+            found.append("cancelled")
+
+    threads = [threading.Thread(target=read, args=(place,)) for place in range(60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert len(found) == len(threads)
+    assert "cancelled" in found
+    cluster.assert_empty()
+
+
+def test_a_batch_of_which_the_cluster_is_gone_ends_at_once(cluster: ProcessCluster) -> None:
+    """It does not try again until all attempts are used up, and the requests that still ran are cancelled."""
+
+    def gone() -> None:
+        raise Unavailable("it ended by itself")
+
+    batch = _Batch(cluster.grpc, Retries(1000), 8, lambda client, _: client.generate("a", LONG))
+    with pytest.raises(Unavailable, match="by itself"):
+        batch.run(lambda: None, gone)
     cluster.assert_empty()
 
 
@@ -141,7 +231,7 @@ def test_a_router_that_dies_is_an_error_and_one_that_comes_back_serves(client: C
 
 
 SCRIPT = """
-    import os, signal, sys
+    import os, signal, sys, threading
     from pdserve import LLM, SamplingParams
     from pdserve.core.errors import InvalidRequest
     llm = LLM("tiny", max_model_len=512, dtype="float32")
@@ -154,6 +244,13 @@ SCRIPT = """
         llm.generate("a", SamplingParams(temperature=9.0))
     except InvalidRequest as exc:
         assert exc.field == "temperature"
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        llm.generate([[5, 6, 7]] * 5000, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+        sys.exit("it was not interrupted")
+    except KeyboardInterrupt:
+        assert "batch" not in [thread.name for thread in threading.enumerate()]
+    assert len(llm.generate(["The sky is"], params, use_tqdm=False)) == 1
     print("done", flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

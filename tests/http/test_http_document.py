@@ -16,14 +16,17 @@ from raw_http import exchange, head, post
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import check_limits
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import FinishReason, SamplingParams
+from router.api.answer import CallDelta, Delta
 from router.http.markup import html_of
 from router.openai.body import WITHOUT_EFFECT
+from router.openai.chunks import Envelope, add_ids, usage
 from router.openai.document.descriptions import FIELDS
 from router.openai.document.document import OPERATIONS, document
 from router.openai.document.schemas import BODIES
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.request import parse_responses
+from router.openai.tool_chunks import Gathered
 from router.openai.unsupported import neutral_values
 
 DOCUMENT = document("1.0")
@@ -64,7 +67,17 @@ def test_every_accepted_field_is_explained_and_every_other_one_marked() -> None:
             assert fields[name]["enum"] == [*neutral, None], name
         assert all("description" in field for field in fields.values())
     names = {name for schema in SCHEMAS.values() for name in schema.get("properties", {})}
-    assert {*FIELDS} - {*WITHOUT_EFFECT} - names == set()
+    places = {f"{shape}.{name}" for shape, schema in SCHEMAS.items() for name in schema.get("properties", {})}
+    assert {*FIELDS} - {*WITHOUT_EFFECT} - names - places == set()
+
+
+def test_a_field_whose_meaning_depends_on_its_place_is_explained_at_its_place() -> None:
+    """A function's description is shown to models, and a schema's is not."""
+    function = SCHEMAS["FunctionFields"]["properties"]["description"]["description"]
+    assert "to the model" in function
+    assert "No model sees it" in SCHEMAS["JsonSchema"]["properties"]["description"]["description"]
+    assert SCHEMAS["FunctionTool"]["properties"]["description"]["description"] == function
+    assert "author" in SCHEMAS["Message"]["properties"]["name"]["description"]
 
 
 @pytest.mark.parametrize("body", [*LEAST])
@@ -112,6 +125,27 @@ def accepted(parse: Any, fields: dict[str, Any]) -> bool:
     except InvalidRequest:
         return False
     return True
+
+
+def test_the_fields_of_an_answer_with_calls_reasoning_and_ids_are_documented() -> None:
+    gathered = Gathered()
+    gathered.add(Delta(0, (1,), "", FinishReason.TOOL_CALLS, reasoning="r", calls=(CallDelta(0, "c", "f", "{}"),)))
+    for kind, name in (("chat", "ChatCompletion"), ("text", "Completion")):
+        call = parse_chat(b'{"messages":[{"role":"user","content":"x"}]}', None)
+        call = call if kind == "chat" else parse_completion(b'{"prompt":"x"}', None)
+        envelope = Envelope(call, MODEL)
+        choice = envelope.choice(0, "", FinishReason.TOOL_CALLS, "")
+        choice = gathered.into(choice) if call.chat else choice
+        beside = add_ids([choice], [(1,)], [(2,)], chat=call.chat)
+        choice |= {"logprobs": None, "prompt_logprobs": [None]}
+        answer = envelope.wrap(envelope.whole_type, choices=[choice], usage=usage(1, 1), **beside)
+        validator(name).validate(answer)
+        shape = SCHEMAS[name]["properties"]
+        assert {*answer} <= {*shape}
+        assert {*choice} <= {*shape["choices"]["items"]["properties"]}
+        if call.chat:
+            message = shape["choices"]["items"]["properties"]["message"]["properties"]
+            assert {*choice["message"]} == {*message}
 
 
 def test_answers_have_the_schemas_of_the_document() -> None:

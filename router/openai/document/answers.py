@@ -37,11 +37,16 @@ _FINISH: Final = _const("stop", "length", "tool_calls", None)
 _NAMED: Final = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
 _LOGPROBS: Final = {"type": ["object", "null"]}
 _USAGE: Final = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
-_CHAT_CHOICE: Final = {
-    "index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS,
-    "message": _object({"role": _const("assistant"), "content": {"type": ["string", "null"]}}),
-}  # fmt: skip
+_CALL: Final = _object({"id": _TEXT, "type": _const("function"), "function": _object({"name": _TEXT, "arguments": _TEXT})})
+_REASONING: Final = {**_TEXT, "description": "What the model thought. Both names have the same text."}
+_MESSAGE: Final = _object(
+    {"role": _const("assistant"), "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
+    tool_calls=_list(_CALL), reasoning_content=_REASONING, reasoning=_REASONING,
+)  # fmt: skip
+_CHAT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "message": _MESSAGE}
 _TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "text": _TEXT}
+_IDS: Final = {**_list(_COUNT), "description": "With `return_token_ids`."}
+_SCORES: Final = {**_list({"type": ["object", "null"]}), "description": "With `prompt_logprobs`; null for the first token."}
 _RESPONSE_USAGE: Final = {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
 _LIMITS: Final = {
     "max_prompt_tokens": _COUNT, "max_body_bytes": _COUNT, "max_prompts": _COUNT, "max_messages": _COUNT, "max_n": _COUNT,
@@ -55,12 +60,19 @@ _CARD: Final = {
 
 ANSWERS: Final[dict[str, dict[str, Any]]] = {
     "Completion": _object(
-        {**_NAMED, "object": _const("text_completion"), "choices": _list(_object(_TEXT_CHOICE)), "usage": _USAGE},
+        {
+            **_NAMED, "object": _const("text_completion"), "usage": _USAGE,
+            "choices": _list(_object(_TEXT_CHOICE, token_ids=_IDS, prompt_token_ids=_IDS, prompt_logprobs=_SCORES)),
+        },
         pdserve=_REPORT,
     ),
     "ChatCompletion": _object(
-        {**_NAMED, "object": _const("chat.completion"), "choices": _list(_object(_CHAT_CHOICE)), "usage": _USAGE},
+        {
+            **_NAMED, "object": _const("chat.completion"), "usage": _USAGE,
+            "choices": _list(_object(_CHAT_CHOICE, token_ids=_IDS, prompt_logprobs=_SCORES)),
+        },
         pdserve=_REPORT,
+        prompt_token_ids=_IDS,
     ),
     "Response": _object(
         {

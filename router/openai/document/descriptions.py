@@ -6,6 +6,9 @@ from typing import Final
 
 from router.openai.body import WITHOUT_EFFECT
 
+_TOLD: Final = "What the function does. The template shows it to the model."
+_STRICT: Final = "If true, a call is always valid for the schema of its parameters. A required call is so in any case."
+
 FIELDS: Final[dict[str, str]] = {
     "model": "The name of the served model. Left out: the one that is served.",
     "prompt": "The text, or the token ids, or a list of either; each entry of a list becomes a choice of the answer.",
@@ -82,9 +85,18 @@ FIELDS: Final[dict[str, str]] = {
     **WITHOUT_EFFECT,
     "metadata": "Labels. Nothing is stored here; an answer of /v1/responses repeats them.",
     "name": "A name that no model sees.",
+    "TokenizeBody.prompt": "The text that is encoded.",
+    "Message.name": "The author's name. A template that knows such names shows it to the model.",
+    "FunctionFields.name": "The name of the function.",
+    "FunctionFields.description": _TOLD,
+    "FunctionFields.strict": _STRICT,
+    "FunctionTool.name": "The name of the function.",
+    "FunctionTool.description": _TOLD,
+    "FunctionTool.strict": _STRICT,
+    "CallItem.name": "The name of the function that was called.",
     "description": WITHOUT_EFFECT["response_format.json_schema.description"],
     "strict": WITHOUT_EFFECT["response_format.json_schema.strict"],
     "id": WITHOUT_EFFECT["input[].id"],
     "status": WITHOUT_EFFECT["input[].status"],
 }
-"""The meanings by the fields' names."""
+"""The meanings by the fields' names. A name behind that of a schema holds for this schema alone."""

@@ -48,15 +48,15 @@ _SAME: Final = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max
 def body_schemas() -> dict[str, dict[str, Any]]:
     """Return the schemas of the bodies and of all that is in them, by name."""
     _, schemas = msgspec.json.schema_components([*BODIES, *ITEMS, ToolFields, FunctionTool], ref_template=PLACE)
-    for schema in schemas.values():
+    for shape, schema in schemas.items():
         for name, value in schema.get("properties", {}).items():
-            schema["properties"][name] = _described(name, value)
+            schema["properties"][name] = _described(shape, name, value)
     _details(schemas)
     return schemas
 
 
-def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a field with its limits and its meaning."""
+def _described(shape: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field of `shape` with its limits and its meaning."""
     default = schema.get("default")
     if isinstance(default, dict) and UNSUPPORTED in default:
         return _unsupported(list(default[UNSUPPORTED]))
@@ -65,8 +65,8 @@ def _described(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     for limit in _LIMITS.get(_SAME.get(name, name), ()):
         for kind in kinds:
             kind |= _limit(name, limit, kind)
-    if name in FIELDS:
-        told["description"] = FIELDS[name]
+    if (meaning := FIELDS.get(f"{shape}.{name}") or FIELDS.get(name)) is not None:
+        told["description"] = meaning
     return told
 
 
@@ -104,8 +104,7 @@ def _details(schemas: dict[str, dict[str, Any]]) -> None:
         body["properties"][name]["anyOf"].remove({"type": "null"})
     for body in (chat, completion, responses):
         body["properties"]["placement"] |= {"anyOf": [{"enum": [one.value for one in Placement]}, {"type": "null"}]}
-        # A field that no struct names is left out, and listed in a header of the answer.
-    for schema in schemas.values():
+    for schema in schemas.values():  # a field that no struct names is left out, and listed in a header of the answer
         schema.pop("additionalProperties", None)
     _lists(chat["properties"]["messages"]).update(minItems=1, maxItems=MAX_MESSAGES)
     _lists(completion["properties"]["prompt"])["minItems"] = 1

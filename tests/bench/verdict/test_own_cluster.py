@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import psutil
@@ -39,6 +40,16 @@ def test_the_child_says_its_addresses_and_is_gone_afterwards(text, monkeypatch):
             "--prefill", "1", "--decode", "3", "--http-port", "0", "--grpc-port", "0", "--admin-port", "0",
         ]  # fmt: skip
     assert not child.is_running()
+
+
+def test_a_cluster_that_ends_by_itself_is_an_error_when_asked():
+    with OwnCluster(1, 1, None, program=program(SERVES)) as cluster:
+        cluster.check()
+        (child,) = children()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its status stays for the cluster to read
+        with pytest.raises(Unavailable, match="by itself with status -9: gRPC"):
+            cluster.check()
 
 
 def test_an_error_inside_stops_it_too():
