@@ -100,7 +100,7 @@ bench-agreement: setup ## compare our load generator with those of vLLM and AIPe
 	@$(BIN)/python -m bench.service.agreement $(ARGS)
 
 bench-clients: setup ## run public clients against a cluster; installs each into its own environment
-	$(BIN)/python -m bench.clients
+	@$(BIN)/python -m bench.clients $(ARGS)
 
 bench-step: setup ## measure what a decode step costs besides the model, phase by phase
 	$(BIN)/python -m bench.engine.step_cost
