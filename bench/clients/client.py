@@ -30,7 +30,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a client reports. `checked` says in words what was compared beside the count of failures."""
+    """The counts that a client reports. `checked` says in words what was compared beside the count of failures."""
 
     requests: int
     failed: int

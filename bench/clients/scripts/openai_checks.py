@@ -96,7 +96,7 @@ class Checks:
         return 3
 
     def refusals(self) -> int:
-        """What is not there is refused by the right error."""
+        """The right error refuses a request for something that is not there."""
         for wrong, call in (
             (openai.NotFoundError, lambda: self.client.embeddings.create(model="x", input="a")),
             (openai.BadRequestError, lambda: self.client.completions.create(prompt="a", n=0, **self.same)),
