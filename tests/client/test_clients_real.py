@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -265,22 +266,26 @@ def test_the_example_of_a_batch_runs() -> None:
     assert len(ran.stdout.splitlines()) >= 4
 
 
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return the environment of a process; nothing if it is gone or not ours."""
+    try:
+        return dict(process.environ())
+    except (psutil.Error, OSError):
+        return {}
+
+
 @pytest.mark.parametrize("how", ["ended", "killed"])
 def test_a_program_s_own_cluster_ends_with_it(how: str) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    mark = {"PDSERVE_TEST_PROGRAM": str(uuid.uuid4())}  # what it starts inherits it; other tests run beside this one
     program = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]
-    ran = subprocess.run(program, capture_output=True, text=True, timeout=4 * BOUND_S, check=False)
+    env = {**os.environ, **mark}
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=4 * BOUND_S, check=False, env=env)
     assert "done" in ran.stdout, ran.stderr
     assert ran.returncode == (0 if how == "ended" else -signal.SIGKILL), ran.stderr
     address = ran.stdout.split()[1]
 
     def gone() -> bool:
-        left = [
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if p.pid not in before and "pdserve" in " ".join(p.info["cmdline"] or ())
-        ]
-        return not left or all(p.pid == os.getpid() for p in left)
+        return not any(mark.items() <= environment_of(process).items() for process in psutil.process_iter())
 
     eventually(gone)
     with pytest.raises(Unavailable), Client(address, retries=Retries(1)) as client:
