@@ -28,6 +28,7 @@ dataset_kwargs:
 test_split: test
 output_type: {kind}
 doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
 {rest}
 """
 _CHOICE: Final = """doc_to_choice: "{{[right, wrong]}}"
@@ -77,7 +78,7 @@ def lm_eval(python: Path, server: Server, folder: Path) -> Found:
     if worst > 1e-3:
         raise ClientFailed(f"its log-likelihoods differ by {worst:.4f} from those of our own client")
     count = 2 * len(QUESTIONS) + len(_samples(folder / "out", "generate_until"))
-    return Found(count, 0, f"generate; log-likelihoods equal our client's within {worst:.0e}")
+    return Found(count, 0, f"generate; log-likelihoods equal our client's to within {worst:.1g}")
 
 
 def _samples(folder: Path, kind: str) -> list[dict[str, Any]]:

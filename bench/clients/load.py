@@ -58,11 +58,11 @@ def guidellm(python: Path, server: Server, folder: Path) -> Found:
         *(str(python.with_name("guidellm")), "run", "--backend", f"kind=openai_http,target={server.url},model={server.model}"),
         *("--tokenizer", f"kind=hf_auto,model={server.tokenizer}"),
         *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16", "--profile", "kind=concurrent,streams=4"),
-        *("--max-requests", str(REQUESTS), "--output-dir", str(folder), "--outputs", "json"),
+        *("--constraint", f"kind=max_requests,count={REQUESTS}", "--output", f"kind=json,path={folder / 'run.json'}"),
+        "--disable-console",
     ]
     output_of(command, folder, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"})
-    (found,) = folder.rglob("*.json")
-    return read_guidellm(json.loads(found.read_text()))
+    return read_guidellm(json.loads((folder / "run.json").read_text()))
 
 
 def read_guidellm(told: dict[str, Any]) -> Found:
