@@ -82,9 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = why if found is None else found.checked
             table.add_row(client.name, packages(client), *counts, f"{seconds:.0f}", said)
             clean = found is not None and not found.failed and found.requests > 0
-            results.append(
-                {"client": client.name, "packages": packages(client), "clean": clean, "requests": counts[0], "said": said}
-            )
+            requests, failed = (0, 0) if found is None else (found.requests, found.failed)
+            result = {
+                "client": client.name,
+                "packages": packages(client),
+                "clean": clean,
+                "requests": requests,
+                "failed": failed,
+            }
+            results.append({**result, "checked": said})
         cluster.assert_empty()
     console.print(table)
     if not args.names:
