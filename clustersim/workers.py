@@ -286,7 +286,7 @@ class SimPrefillWorker(SimWorker):
         lease_id = LeaseId(Incarnation(self.link), lent.seq_id)
         tokens = len(placed.work.spec.prompt_ids) + len(placed.work.resumed)
         placed.lease = self._world.leases[lease_id] = Lease(placed.seq_id, tokens, self.network, self._ended)
-        self._send(ev.PrefillStarted(self.link, placed.handle, lease_id, b""))
+        self._send(ev.PrefillStarted(self.link, placed.handle, lease_id, b"", lent.hits * self._world.block_size))
 
     def _advance(self, seq_id: SeqId, computed: int) -> None:
         placed = self._by_seq.get(seq_id)
@@ -353,7 +353,7 @@ class SimDecodeWorker(SimWorker):
             self._send(ev.NoRoom(self.link, placed.handle, needed))
             return
         placed.hits = result.hits * self._world.block_size
-        self._send(ev.Reserved(self.link, placed.handle))
+        self._send(ev.Reserved(self.link, placed.handle, placed.hits))
 
     def _attach(self, handle: Handle, lease_id: LeaseId) -> None:
         placed, lease = self._by_handle.get(handle), self._world.leases.get(lease_id)

@@ -209,7 +209,8 @@ class DecodeRole:
                 first_block=result.hits,
                 wait_s=request.deadline_s,
             )
-        self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle)))
+        cached = result.hits * self._host.kv_spec.block_size if request.local_prefill else None
+        self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle, cached_tokens=cached)))
 
     def _note(self, request: BoundRequest, kind: WorkKind, **fields: Value) -> None:
         self._host.stories.note(request.request_id, kind, **fields)

@@ -228,6 +228,7 @@ class PrefillRole:
             handle=request.handle,
             lease_id=codec.lease_id_to_wire(request.lease_id),
             ticket=ticket.encode(),
+            cached_tokens=lent.hits * self._host.kv_spec.block_size,
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
         self._note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=count_blocks(lent.block_tables))

@@ -44,6 +44,8 @@ class Delta:
     prompt_tokens: int = 0
     output_tokens: int = 0
     """Both counts are of the choice, and its last delta has them."""
+    cached_tokens: int | None = None
+    """The prompt tokens that were not computed, on the last delta. None: the server does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Choice:
     report: Report | None
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int | None = None
+    """The prompt tokens that were not computed, because their KV was cached. None: the server does not tell."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -112,6 +116,7 @@ def delta_of(wire: inference_pb2.GenerateResponse) -> Delta:
         report=wire.report if ended and wire.HasField("report") else None,
         prompt_tokens=wire.usage.prompt_tokens if ended else 0,
         output_tokens=wire.usage.output_tokens if ended else 0,
+        cached_tokens=wire.usage.cached_tokens if ended and wire.usage.HasField("cached_tokens") else None,
     )
 
 
@@ -172,4 +177,5 @@ def _closed(index: int, choice: _Open) -> Choice | None:
         report=last.report,
         prompt_tokens=last.prompt_tokens,
         output_tokens=last.output_tokens,
+        cached_tokens=last.cached_tokens,
     )

@@ -86,7 +86,7 @@ class EngineSteps:
         rehashed = tuple([result for result in results if isinstance(result, Rehashed)])
         plan = self._plan = self._scheduler.plan()
         admitted = self._scheduler.take_admitted()
-        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id, hits)) for seq_id, tables, hits in admitted])
+        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id, hits), hits) for seq_id, tables, hits in admitted])
         if not plan.slices:
             self._check()
             return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())

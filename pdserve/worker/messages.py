@@ -103,6 +103,8 @@ class Lent:
     block_tables: BlockTables
     sums: tuple[tuple[BlockSum, ...], ...] | None = None
     """Checksums of its prefix hits in each KV group, which were final before. None: no block is summed."""
+    hits: int = 0
+    """The number of leading blocks of each group that held their KV already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class Reserved:
 
     link: LinkId
     handle: Handle
+    cached_tokens: int | None = None
+    """The tokens of the work that it need not compute, as it has their KV. None: it computes no prompt, or does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class PrefillStarted:
     handle: Handle
     lease_id: LeaseId
     ticket: bytes
+    cached_tokens: int | None = None
+    """As in `Reserved`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pdserve.core.errors import ReplicaLost
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
-from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, SendAttach
+from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Reserved, SendAttach
 from router.core.forecast.transfers import Transfers
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
@@ -44,12 +44,14 @@ class Handoff:
         self._tokens = tokens
         self._transfers = transfers
 
-    def reserved(self, work: RemoteWork, now_s: float) -> Effects:
+    def reserved(self, work: RemoteWork, event: Reserved, now_s: float) -> Effects:
         """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
         request = work.request
         work.machine.move(_W.RESERVED)
         request.story.note(now_s, StoryKind.RESERVED, decode_worker=request.decode_worker)
         request.no_room = ""
+        if request.placement is Placement.COLOCATED:
+            request.cached(event.cached_tokens)
         times = request.times
         times.attempt.reserved_s = now_s
         if times.had_room_s is None:
@@ -116,6 +118,7 @@ class Handoff:
         request = work.request
         work.machine.move(_W.PREFILL_STARTED)
         request.lease = event
+        request.cached(event.cached_tokens)
         request.times.attempt.prefill_started_s = now_s
         request.story.note(now_s, StoryKind.LEASE_GRANTED, lease=event.lease_id, prefill_worker=request.prefill_worker)
         yield from self._attach(request, now_s)

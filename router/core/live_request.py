@@ -114,6 +114,8 @@ class LiveRequest:
     decode_worker: WorkerId = field(default=WorkerId(""))
     lease: PrefillStarted | None = None
     """The lease of this attempt, as the prefill worker reported it. The machine of its work says when it may come."""
+    cached_tokens: int | None = None
+    """The prompt tokens that the attempt which drew the first output token did not compute. None: nobody has told."""
     committed: KvCommitted | None = None
     """The report that decode has the KV of this attempt. The machine of its work says when it may come."""
 
@@ -147,6 +149,11 @@ class LiveRequest:
         self.resumed = tuple(self.emitted)
         self.lease = self.committed = None
         self.times.attempt = AttemptTimes()
+
+    def cached(self, tokens: int | None) -> None:
+        """Take how many tokens of its work a worker had already. A replay after the first output token changes nothing."""
+        if not self.emitted:
+            self.cached_tokens = None if tokens is None else min(tokens, len(self.spec.prompt_ids))
 
     @property
     def replay(self) -> bool:
@@ -194,6 +201,7 @@ class LiveRequest:
             placement_reason=self.placement_reason,
             prompt_tokens=len(self.spec.prompt_ids),
             output_tokens=tokens,
+            cached_tokens=self.cached_tokens,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             queue_s=_span(arrived_s, times.had_room_s),

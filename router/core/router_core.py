@@ -366,7 +366,7 @@ class RouterCore:
     # Reports of workers about one request -----------------------------------------------------------------------------
 
     def _reserved(self, event: Reserved, now_s: float) -> Effects:
-        return self._about(event, Role.DECODE, lambda work: self._handoff.reserved(work, now_s), now_s)
+        return self._about(event, Role.DECODE, lambda work: self._handoff.reserved(work, event, now_s), now_s)
 
     def _no_room(self, event: NoRoom, now_s: float) -> Effects:
         return self._about(event, Role.DECODE, lambda work: self._handoff.no_room(work, event, now_s), now_s)

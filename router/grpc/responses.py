@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from pdserve.core.error_table import retry_after_s
@@ -10,6 +12,9 @@ from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2
 from router.api.answer import Delta, Generation, Report
+
+_COUNTS: Final = ("prompt_tokens", "output_tokens", "cached_tokens")
+"""The fields of a report that stand in `Usage`."""
 
 
 def response(generation: Generation, delta: Delta, choice: int = 0) -> inference_pb2.GenerateResponse:
@@ -29,7 +34,8 @@ def response(generation: Generation, delta: Delta, choice: int = 0) -> inference
         return told
     report = generation.report
     told.finish_reason = finish_to_wire(delta.finish_reason)
-    told.usage.CopyFrom(inference_pb2.Usage(prompt_tokens=report.prompt_tokens, output_tokens=report.output_tokens))
+    counts = {name: getattr(report, name) for name in _COUNTS}
+    told.usage.CopyFrom(inference_pb2.Usage(**counts))
     told.report.CopyFrom(_report(report))
     return told
 
@@ -43,7 +49,7 @@ def error_response(error: PdserveError) -> inference_pb2.GenerateError:
 
 def _report(report: Report) -> inference_pb2.RequestReport:
     values = report.values()
-    for name in ("prompt_tokens", "output_tokens", "retry_reasons", "rebinds"):  # the first two are in Usage
+    for name in (*_COUNTS, "retry_reasons", "rebinds"):
         del values[name]
     values["placement"] = placement_to_wire(report.placement)
     return inference_pb2.RequestReport(**values)

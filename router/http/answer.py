@@ -69,14 +69,18 @@ async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: S
     else:
         tokens, last = sum(await together([_written(one, reply) for one in told])), b""
     if call.include_usage:
-        totals = usage(_prompt_tokens(call, generations), tokens)
+        totals = _usage(call, generations, tokens)
         last += envelope.usage_chunk(totals, [g.report for g in generations])
     await reply.end(last + DONE)
 
 
-def _prompt_tokens(call: Call, generations: Sequence[Generation]) -> int:
-    """Return the number of tokens of all prompts. Candidates of one prompt share it, so it counts once."""
-    return sum(g.prompt_len for g in generations[:: call.choices.best_of])
+def _usage(call: Call, generations: Sequence[Generation], output_tokens: int) -> dict[str, Any]:
+    """Return the usage of generations that have ended. Candidates of one prompt share it, so it counts once, as its first one
+    has computed it."""
+    leaders = generations[:: call.choices.best_of]
+    cached = [one.report.cached_tokens for one in leaders]
+    known = None if None in cached else sum(tokens or 0 for tokens in cached)
+    return usage(sum(one.prompt_len for one in leaders), output_tokens, known)
 
 
 async def _written(pump: Coroutine[Any, Any, tuple[int, bytes]], reply: Reply) -> int:
@@ -191,7 +195,7 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
     outputs = await together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
-    totals = usage(_prompt_tokens(call, generations), sum(len(out.ids) for out in outputs))
+    totals = _usage(call, generations, sum(len(out.ids) for out in outputs))
     returned = _returned(call, outputs)
     told = [outputs[i] for i in returned]
     choices = [out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(told)]

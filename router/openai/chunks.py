@@ -39,13 +39,14 @@ def event(payload: Any) -> bytes:
     return b"data: " + encode_json(payload) + b"\n\n"
 
 
-def usage(prompt_tokens: int, output_tokens: int) -> dict[str, int]:
-    """Return OpenAI's usage object."""
-    return {
+def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's usage object. `cached_tokens`: the prompt tokens that were not computed. None: they are not known."""
+    totals = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
     }
+    return totals if cached_tokens is None else {**totals, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
 class Envelope:
@@ -76,7 +77,7 @@ class Envelope:
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason.value}
 
-    def usage_chunk(self, totals: dict[str, int], reports: list[Report]) -> bytes:
+    def usage_chunk(self, totals: dict[str, Any], reports: list[Report]) -> bytes:
         """Return the chunk that follows the last one of every choice. It has no choices, but the usage of all and the report of
         each."""
         return event(self.wrap(self.chunk_type, choices=[], usage=totals, **extension(reports)))
@@ -201,6 +202,6 @@ class ChunkFormat:
             told += b',"prompt_token_ids":' + encode_json(list(prompt_ids))
         return chunk[: -len(self._tail)] + told + self._tail
 
-    def with_usage(self, chunk: bytes, totals: dict[str, int]) -> bytes:
+    def with_usage(self, chunk: bytes, totals: dict[str, Any]) -> bytes:
         """Return the chunk with the usage so far added."""
         return chunk[: -len(b"}\n\n")] + b',"usage":' + encode_json(totals) + b"}\n\n"

@@ -105,11 +105,15 @@ def _worker_lost(link: ev.LinkId, m: link_pb2.WorkerLost) -> ev.WorkerEvent:
 
 
 def _prefill_started(link: ev.LinkId, m: prefill_pb2.PrefillStarted) -> ev.WorkerEvent:
-    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ticket)
+    return ev.PrefillStarted(link, Handle(m.handle), lease_id_from_wire(m.lease_id), m.ticket, _cached(m))
 
 
 def _reserved(link: ev.LinkId, m: decode_pb2.Reserved) -> ev.WorkerEvent:
-    return ev.Reserved(link, Handle(m.handle))
+    return ev.Reserved(link, Handle(m.handle), _cached(m))
+
+
+def _cached(m: decode_pb2.Reserved | prefill_pb2.PrefillStarted) -> int | None:
+    return m.cached_tokens if m.HasField("cached_tokens") else None
 
 
 def _no_room(link: ev.LinkId, m: decode_pb2.NoRoom) -> ev.WorkerEvent:

@@ -78,6 +78,8 @@ class Peer:
     refused: list[Handle] = field(default_factory=list)
     attached_to: list[Incarnation] = field(default_factory=list)
     """Whose KV it was sent to read."""
+    cached_tokens: int | None = None
+    """The tokens of each prompt that it says to have. None: it does not tell."""
 
     def obey(self, effect: ev.Effect) -> None:
         match effect:
@@ -101,13 +103,13 @@ class Peer:
                     self.upward.append(ev.NoRoom(self.link, work.handle, 1))
                 else:
                     self.jobs[work.handle] = Job(work, runs=local)
-                    self.upward.append(ev.Reserved(self.link, work.handle))
+                    self.upward.append(ev.Reserved(self.link, work.handle, self.cached_tokens if local else None))
             case ev.SendPrefill(work=work):
                 self.past.append(work.handle)
                 assert len(work.spec.prompt_ids) + len(work.resumed) < self.hello.max_model_len, "it would be refused"
                 self.jobs[work.handle] = Job(work, runs=True)
                 lease = LeaseId(self.hello.incarnation, work.handle)
-                self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, b"ticket"))
+                self.upward.append(ev.PrefillStarted(self.link, work.handle, lease, b"ticket", self.cached_tokens))
             case ev.SendAttach(handle=handle, lease_id=lease_id) if lease_id.incarnation in self.unreadable:
                 if self.jobs.pop(handle, None) is not None:
                     self.upward.append(ev.RequestFailed(self.link, handle, TransferFailed("no route"), pair_failed=True))

@@ -102,7 +102,7 @@ async def _read(stream: Any, call: Call, answer: Answer) -> str:
             answer.ended_s = now()
             answer.prompt_tokens = message.usage.prompt_tokens
             answer.output_tokens = message.usage.output_tokens
-            answer.served = served_of_message(message.report)
+            answer.served = served_of_message(message.report, message.usage)
             return ""
     return BROKEN_STREAM
 

@@ -28,9 +28,10 @@ def served_of_timeline(line: str | bytes) -> Served:
         return Served()
 
 
-def served_of_message(report: inference_pb2.RequestReport) -> Served:
-    """Return what a row keeps of a report that came by gRPC."""
+def served_of_message(report: inference_pb2.RequestReport, usage: inference_pb2.Usage) -> Served:
+    """Return what a row keeps of a report and a usage that came by gRPC."""
     return Served(
+        cached_prompt_tokens=usage.cached_tokens if usage.HasField("cached_tokens") else None,
         request_id=report.request_id,
         placement=_PLACEMENTS.get(report.placement, ""),
         prefill_worker=report.prefill_worker,

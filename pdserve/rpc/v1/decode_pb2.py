@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/decode.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xf1\x01\n\x04\x42ind\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x15\n\rlocal_prefill\x18\t \x01(\x08\x12)\n\x04spec\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12\x13\n\x0bresumed_ids\x18\r \x01(\x0cJ\x04\x08\x03\x10\x07J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cR\x07\x61ttemptR\x04\x62indR\nprompt_idsR\x08samplingR\x08priorityR\x07resumedR\ncache_salt\"\x1a\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"p\n\x06NoRoom\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rblocks_needed\x18\x02 \x01(\r\x12,\n\x08shortage\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.KvShortageJ\x04\x08\x03\x10\x04R\x0b\x62locks_free\"W\n\nKvShortage\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rblocks_needed\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\"`\n\x06\x41ttach\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04R\x05ttl_s\"\x7f\n\x0bKvCommitted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x06 \x01(\x01J\x04\x08\x03\x10\x04R\x06\x62locksb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/rpc/v1/decode.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xf1\x01\n\x04\x42ind\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x15\n\rlocal_prefill\x18\t \x01(\x08\x12)\n\x04spec\x18\x0c \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12\x13\n\x0bresumed_ids\x18\r \x01(\x0cJ\x04\x08\x03\x10\x07J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0cR\x07\x61ttemptR\x04\x62indR\nprompt_idsR\x08samplingR\x08priorityR\x07resumedR\ncache_salt\"H\n\x08Reserved\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x1a\n\rcached_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"p\n\x06NoRoom\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x15\n\rblocks_needed\x18\x02 \x01(\r\x12,\n\x08shortage\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.KvShortageJ\x04\x08\x03\x10\x04R\x0b\x62locks_free\"W\n\nKvShortage\x12\r\n\x05group\x18\x01 \x01(\r\x12\x15\n\rblocks_needed\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\"`\n\x06\x41ttach\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04R\x05ttl_s\"\x7f\n\x0bKvCommitted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x05 \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x06 \x01(\x01J\x04\x08\x03\x10\x04R\x06\x62locksb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BIND']._serialized_start=77
   _globals['_BIND']._serialized_end=318
   _globals['_RESERVED']._serialized_start=320
-  _globals['_RESERVED']._serialized_end=346
-  _globals['_NOROOM']._serialized_start=348
-  _globals['_NOROOM']._serialized_end=460
-  _globals['_KVSHORTAGE']._serialized_start=462
-  _globals['_KVSHORTAGE']._serialized_end=549
-  _globals['_ATTACH']._serialized_start=551
-  _globals['_ATTACH']._serialized_end=647
-  _globals['_KVCOMMITTED']._serialized_start=649
-  _globals['_KVCOMMITTED']._serialized_end=776
+  _globals['_RESERVED']._serialized_end=392
+  _globals['_NOROOM']._serialized_start=394
+  _globals['_NOROOM']._serialized_end=506
+  _globals['_KVSHORTAGE']._serialized_start=508
+  _globals['_KVSHORTAGE']._serialized_end=595
+  _globals['_ATTACH']._serialized_start=597
+  _globals['_ATTACH']._serialized_end=693
+  _globals['_KVCOMMITTED']._serialized_start=695
+  _globals['_KVCOMMITTED']._serialized_end=822
 # @@protoc_insertion_point(module_scope)

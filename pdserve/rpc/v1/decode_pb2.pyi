@@ -23,10 +23,12 @@ class Bind(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., local_prefill: _Optional[bool] = ..., spec: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., resumed_ids: _Optional[bytes] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "cached_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    def __init__(self, handle: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class NoRoom(_message.Message):
     __slots__ = ("handle", "blocks_needed", "shortage")

@@ -178,12 +178,14 @@ class GenerateError(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.ErrorReason, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "output_tokens")
+    __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     output_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestReport(_message.Message):
     __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id", "exact", "slo_class", "ttft_met", "tpot_met", "predicted_ttft_s")

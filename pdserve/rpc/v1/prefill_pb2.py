@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xbd\x01\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x04spec\x18\n \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12\x13\n\x0bresumed_ids\x18\x0b \x01(\x0cJ\x04\x08\x03\x10\nR\x07\x61ttemptR\ndeadline_sR\nprompt_idsR\x08samplingR\x08priorityR\x07resumedR\ncache_salt\"x\n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06R\x05ttl_sR\x08queued_sb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpdserve/rpc/v1/prefill.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\xbd\x01\n\x07Prefill\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x04spec\x18\n \x01(\x0b\x32\x1b.pdserve.rpc.v1.RequestSpec\x12\x13\n\x0bresumed_ids\x18\x0b \x01(\x0cJ\x04\x08\x03\x10\nR\x07\x61ttemptR\ndeadline_sR\nprompt_idsR\x08samplingR\x08priorityR\x07resumedR\ncache_salt\"\xa6\x01\n\x0ePrefillStarted\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12)\n\x08lease_id\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x1a\n\rcached_tokens\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokensJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06R\x05ttl_sR\x08queued_sb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILL']._serialized_start=78
   _globals['_PREFILL']._serialized_end=267
-  _globals['_PREFILLSTARTED']._serialized_start=269
-  _globals['_PREFILLSTARTED']._serialized_end=389
+  _globals['_PREFILLSTARTED']._serialized_start=270
+  _globals['_PREFILLSTARTED']._serialized_end=436
 # @@protoc_insertion_point(module_scope)

@@ -19,11 +19,13 @@ class Prefill(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., spec: _Optional[_Union[_common_pb2.RequestSpec, _Mapping]] = ..., resumed_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ("handle", "lease_id", "ticket")
+    __slots__ = ("handle", "lease_id", "ticket", "cached_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     lease_id: _common_pb2.LeaseId
     ticket: bytes
-    def __init__(self, handle: _Optional[int] = ..., lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, handle: _Optional[int] = ..., lease_id: _Optional[_Union[_common_pb2.LeaseId, _Mapping]] = ..., ticket: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ...) -> None: ...

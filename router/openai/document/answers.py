@@ -36,7 +36,11 @@ def _const(*values: Any) -> dict[str, Any]:
 _FINISH: Final = _const("stop", "length", "tool_calls", None)
 _NAMED: Final = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
 _LOGPROBS: Final = {"type": ["object", "null"]}
-_USAGE: Final = _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
+_CACHED: Final = {**_COUNT, "description": "The prompt tokens that were not computed, because their KV was cached."}
+_USAGE: Final = _object(
+    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
+    prompt_tokens_details=_object({"cached_tokens": _CACHED}),
+)
 _CALL: Final = _object({"id": _TEXT, "type": _const("function"), "function": _object({"name": _TEXT, "arguments": _TEXT})})
 _REASONING: Final = {**_TEXT, "description": "What the model thought. Both names have the same text."}
 _MESSAGE: Final = _object(
@@ -47,7 +51,10 @@ _CHAT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _L
 _TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "text": _TEXT}
 _IDS: Final = {**_list(_COUNT), "description": "With `return_token_ids`."}
 _SCORES: Final = {**_list({"type": ["object", "null"]}), "description": "With `prompt_logprobs`; null for the first token."}
-_RESPONSE_USAGE: Final = {"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}
+_RESPONSE_USAGE: Final = {
+    "input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT,
+    "input_tokens_details": _object({"cached_tokens": _CACHED}),
+}  # fmt: skip
 _LIMITS: Final = {
     "max_prompt_tokens": _COUNT, "max_body_bytes": _COUNT, "max_prompts": _COUNT, "max_messages": _COUNT, "max_n": _COUNT,
     "max_tools": _COUNT, "max_logprobs": _COUNT, "max_stop": _COUNT, "max_stop_token_ids": _COUNT, "max_logit_bias": _COUNT,

@@ -148,10 +148,10 @@ class ResponseWriter:
         return self._response(status, incomplete_details=details, **rest)
 
     def _usage(self, report: Report) -> dict[str, Any]:
-        """Return the counts of tokens. Workers do not say how many tokens of one prompt they had cached: none are claimed."""
+        """Return the counts of tokens. The API has no way to say that a number is not known; it is 0 then."""
         return {
             "input_tokens": report.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": report.cached_tokens or 0, "cache_write_tokens": 0},
             "output_tokens": report.output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": report.prompt_tokens + report.output_tokens,

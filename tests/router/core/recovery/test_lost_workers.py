@@ -192,3 +192,33 @@ def test_a_stale_handle_of_an_earlier_attempt_changes_nothing() -> None:
     for event in (ev.Reserved(decode.link, handle), ev.KvCommitted(decode.link, handle, 1, 0.1, 0.1, 0.1)):
         assert stage.tell(event) == []
     finish(stage, outcome, attempts=2, binds=2)
+
+
+@pytest.mark.parametrize(("told", "known"), [(3, 3), (99, 4), (None, None)])
+def test_a_replay_after_the_first_token_does_not_change_the_cached_tokens(told: int | None, known: int | None) -> None:
+    """No more tokens are cached than the prompt has, whatever a worker says."""
+    stage = pools()
+    for peer in stage.peers.values():
+        peer.cached_tokens = told
+    outcome = stage.submit("r", max_tokens=6)
+    decoding(stage)
+    for peer in stage.peers.values():
+        peer.cached_tokens = 1
+    stage.leave(busy(stage, Role.DECODE))
+    finish(stage, outcome, attempts=2, binds=2)
+    assert outcome.report is not None
+    assert outcome.report.cached_tokens == known
+
+
+def test_an_attempt_before_the_first_token_tells_the_cached_tokens_anew() -> None:
+    stage = pools()
+    for peer in stage.peers.values():
+        peer.cached_tokens = 3
+    outcome = stage.submit("r", max_tokens=6)
+    prefilling(stage)
+    for peer in stage.peers.values():
+        peer.cached_tokens = 1
+    stage.leave(busy(stage, Role.PREFILL))
+    finish(stage, outcome, attempts=2, binds=2)
+    assert outcome.report is not None
+    assert outcome.report.cached_tokens == 1
