@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pdserve.client.blocking import DEFAULT_ADDRESS, call_timeout_s, deadline_of, read
+from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.failures import broken_stream, closed_client, error_of
 from pdserve.client.params import (
     Message,
@@ -22,7 +23,6 @@ from pdserve.client.params import (
     prompt_request,
     text_request,
 )
-from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput
 from pdserve.client.retries import Retries
 from pdserve.core.errors import Cancelled, PdserveError

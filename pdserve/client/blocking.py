@@ -11,6 +11,7 @@ from typing import Any, Final, Self, Unpack
 
 import grpc
 
+from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.failures import broken_stream, closed_client, error_of
 from pdserve.client.params import (
     Message,
@@ -22,7 +23,6 @@ from pdserve.client.params import (
     prompt_request,
     text_request,
 )
-from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput, delta_of
 from pdserve.client.retries import Retries
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError

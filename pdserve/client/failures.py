@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import grpc
 
-from pdserve.client.ports import explain
+from pdserve.client.command_line import explain
 from pdserve.core import errors
 from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S
 from pdserve.core.errors import ErrorCode, PdserveError
