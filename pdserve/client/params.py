@@ -130,7 +130,7 @@ def prompt_request(prompt: Prompt | Sequence[Message]) -> inference_pb2.Tokenize
     if isinstance(prompt, str):
         return _filled(request, {"text": prompt})
     for place, message in enumerate(prompt):
-        if isinstance(message, int):
+        if not isinstance(message, Mapping):
             raise InvalidRequest("must be a text or the messages of a chat", field="prompt")
         _add_message(request.chat, message, f"messages[{place}]")
     return request
