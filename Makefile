@@ -99,6 +99,9 @@ bench-peers: setup ## measure the service beside vLLM's CPU server, in turns; in
 bench-agreement: setup ## compare our load generator with those of vLLM and AIPerf on one server; installs both
 	@$(BIN)/python -m bench.service.agreement $(ARGS)
 
+bench-clients: setup ## run public clients against a cluster; installs each into its own environment
+	@$(BIN)/python -m bench.clients $(ARGS)
+
 bench-step: setup ## measure what a decode step costs besides the model, phase by phase
 	$(BIN)/python -m bench.engine.step_cost
 

@@ -19,7 +19,7 @@ from bench.engine.peers.install import environment
 TURN_LIMIT_S: Final = 600.0
 FIGURES: Final = ("TTFT", "TPOT", "E2E")
 """The times of a request that all tools tell."""
-_VLLM: Final = """
+VLLM_SERVE: Final = """
 import argparse, sys
 from vllm.benchmarks.serve import add_cli_args, main
 parser = argparse.ArgumentParser()
@@ -152,7 +152,7 @@ def _read_ours(folder: Path) -> Measured:
 
 def _vllm(python: str, turn: Turn, folder: Path) -> list[str]:
     return [
-        *(python, "-c", _VLLM, "--backend", "openai", "--base-url", turn.url, "--model", turn.model),
+        *(python, "-c", VLLM_SERVE, "--backend", "openai", "--base-url", turn.url, "--model", turn.model),
         *("--tokenizer", str(turn.tokenizer), "--dataset-name", "random", "--random-input-len", str(turn.prompt_tokens)),
         *("--random-output-len", str(turn.output_tokens), "--num-prompts", str(turn.requests), "--ignore-eos"),
         *("--max-concurrency", str(turn.concurrency), "--seed", str(turn.seed), "--disable-tqdm"),

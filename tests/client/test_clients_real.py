@@ -281,7 +281,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.parametrize("how", ["ended", "killed"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("ended", marks=pytest.mark.slow)])
 def test_a_program_s_own_cluster_ends_with_it(how: str) -> None:
     mark = {"PDSERVE_TEST_PROGRAM": str(uuid.uuid4())}  # what it starts inherits it; other tests run beside this one
     program = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]

@@ -101,6 +101,7 @@ def stop(command: Any, *, status: int = 0) -> None:
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_plain_ray_cluster_could_not_be_joined(run_command: Any, cluster: RayCluster) -> None:
     """The tutorial's two commands: (1) `ray start --head`. (2) `pdserve up --address auto` comes up and serves.
     (3) Ctrl-C leaves the cluster running, without an actor of ours."""
@@ -135,6 +136,7 @@ def test_pools_are_pinned_to_nodes_by_labels(run_command: Any, cluster: RayClust
     stop(command)
 
 
+@pytest.mark.slow
 def test_pools_without_a_pin_are_spread_evenly(run_command: Any, cluster: RayCluster, second: RayNode) -> None:
     """Ray itself puts actors that ask for nothing on nodes by chance."""
     count = len(cluster.nodes)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ray
 WAIT_S = 90.0
 
 
+@pytest.mark.slow
 def test_up_says_who_drained_and_does_not_start_it_again(run_command: Any) -> None:
     """(1) One of two decode workers drains: `up` says so, its process ends though restarts are left, the others go on.
     (2) The last decode worker drains: nothing can be served any more, which is an error."""

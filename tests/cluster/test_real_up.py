@@ -56,6 +56,7 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> None:
     """(1) Streams run on both decode workers, niced since the operator wants it, which is told. (2) One worker drains: `up`
     says so, every stream ends whole, none was tried again. (3) What comes later is served by the other."""

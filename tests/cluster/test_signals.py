@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ray
 UP = ("up", "--port", "0", "--decode", "1")
 
 
+@pytest.mark.slow
 def test_up_interrupted_while_ray_starts_stops_cleanly(run_command: Any) -> None:
     command = run_command(*UP)
     command.wait_for("Ray starting")
@@ -37,6 +38,7 @@ def test_demo_interrupted_while_streaming_cleans_up_and_says_so(run_command: Any
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(run_command: Any) -> None:
     command = run_command(*UP)
     command.wait_for("Ray starting")
@@ -56,6 +58,7 @@ def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
     """Ray's two agents of the node are not waited for: they look for their parent only every few seconds."""
     command = run_command(*UP)
@@ -76,6 +79,7 @@ def test_a_wrong_setting_that_a_worker_refuses_is_one_line_and_leaves_no_unnamed
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_log_folder_that_it_keeps(run_command: Any) -> None:
     command = run_command(*UP, "--model", "broken")
     assert command.end() == 1, command.text
@@ -84,6 +88,7 @@ def test_a_failure_names_the_log_folder_that_it_keeps(run_command: Any) -> None:
     assert [str(entry) for entry in command.temporary.iterdir()] == [kept[1]]
 
 
+@pytest.mark.slow
 def test_an_output_that_is_closed_leaves_no_log_folder(short_tmp: Path) -> None:
     """As `pdserve up | head -1` does."""
     folder = short_tmp / "t"

@@ -71,6 +71,7 @@ def compare(
     return attained, cluster.pools.worker_s, best
 
 
+@pytest.mark.slow
 def test_the_planner_costs_less_than_the_best_static_split_of_a_synthetic_day():
     """It attains as much as the split, or what was asked for where the split happens to attain more."""
     requests = prompts(DAY, 1.25)

@@ -126,6 +126,7 @@ def test_an_http_client_that_vanishes_in_a_long_prefill_frees_both_sides(cluster
     assert_cancelled_before_its_first_token(cluster, name)
 
 
+@pytest.mark.slow
 def test_a_hundred_requests_of_which_half_leave_at_random_moments(cluster):
     """Those that stay get what they get alone."""
     rng = random.Random(5)

@@ -74,7 +74,7 @@ CASES = [
 
 @pytest.fixture(
     scope="module",
-    params=["float32", pytest.param("bfloat16", marks=COMPILED), pytest.param("int8", marks=[COMPILED, pytest.mark.slow])],
+    params=["float32", *(pytest.param(name, marks=[COMPILED, pytest.mark.slow]) for name in ("bfloat16", "int8"))],
 )
 def way(request) -> str:
     """The dtype of the weights. `test_exact_tiny.py` has int8 among the short tests."""

@@ -61,6 +61,7 @@ def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
     check_placements_agree(cluster, prompts(216, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=COMPILED)])
 def test_all_of_it_in_bfloat16_and_int8(quantization):
     """(1) Disaggregated equals colocated, then (2) alone equals in company, while most of each prompt is cached."""
@@ -109,7 +110,10 @@ def check_alone_equals_in_company(cluster):
     assert [a.ids for a in generate_all(cluster.grpc, messages)] == alone
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), pytest.param("bfloat16", "int8", marks=COMPILED)])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [pytest.param("float32", None, marks=pytest.mark.slow), pytest.param("bfloat16", "int8", marks=COMPILED)],
+)
 def test_a_preempted_sequence_goes_on_with_the_same_tokens(dtype, quantization):
     """A pool of 24 blocks, 8 sequences that need 6 blocks each in the end: some are preempted and recomputed."""
     memory = 24 * BLOCK * tiny_kv_bytes_per_token(dtype)

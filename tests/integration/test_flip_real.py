@@ -113,6 +113,7 @@ def test_a_worker_changes_its_pool_and_back_under_load(service: Service) -> None
     assert service.cluster.processes["prefill-0"].popen.pid == after.pid
 
 
+@pytest.mark.slow
 def test_a_decode_worker_with_streams_changes_its_pool(service: Service) -> None:
     with service.streaming() as load:
         service.under_way(load)

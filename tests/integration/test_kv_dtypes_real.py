@@ -48,7 +48,11 @@ def stores(dtype: str) -> EngineConfig:
     return replace(ENGINE, kv_cache_dtype=dtype)
 
 
-@pytest.fixture(scope="module", params=[("bf16", "int8"), ("int8", "bf16"), ("int8", "int8")], ids="-to-".join)
+@pytest.fixture(
+    scope="module",
+    params=[("bf16", "int8"), *(pytest.param(one, marks=pytest.mark.slow) for one in (("int8", "bf16"), ("int8", "int8")))],
+    ids="-to-".join,
+)
 def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """Ends with every block of pool and staging free."""
     prefill, decode = request.param

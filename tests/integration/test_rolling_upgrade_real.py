@@ -49,6 +49,7 @@ def drain(cluster: ProcessCluster, worker_id: str) -> None:
     assert cluster.processes[worker_id].popen.wait(BOUND_S) == 0, cluster.processes[worker_id].log()
 
 
+@pytest.mark.slow
 def test_a_rolling_upgrade_under_load_loses_and_changes_nothing() -> None:
     """(1) Old workers serve. (2) New ones, whose protocol the old ones do not speak, start beside them. (3) The old ones are
     drained one by one under load. (4) All requests end as undisturbed in their first attempt, and no old worker was ever paired

@@ -77,6 +77,7 @@ def test_of_eight_chunks_about_one_is_exposed(cluster: ProcessCluster) -> None:
     assert any(report.ttft_s < report.kv_committed_s for report, _ in streamed)
 
 
+@pytest.mark.slow
 def test_a_streamed_handoff_changes_no_token(cluster: ProcessCluster) -> None:
     prompts = [prompt(100 + number)[: CHUNK * CHUNKS - 5 * number] for number in range(6)]
     outputs = []

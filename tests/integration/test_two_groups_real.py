@@ -47,7 +47,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return tiny(model=str(directory), max_num_batched_tokens=CHUNK, block_size=BLOCK, enable_prefix_caching=True)
 
 
-@pytest.fixture(scope="module", params=[("float32", "fp32", "fp32"), ("float32", "fp32", "bf16"), ("bfloat16", "bf16", "bf16")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("float32", "fp32", "bf16"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (("float32", "fp32", "fp32"), ("bfloat16", "bf16", "bf16"))),
+    ],
+)
 def pools(request: pytest.FixtureRequest, engine: EngineConfig) -> Iterator[Pools]:
     """Equal dtypes are read straight into the pool; different ones are converted group by group. bfloat16 is compiled where
     it can be."""

@@ -112,6 +112,7 @@ def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster, hold):
     assert answer.report.kv_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_that_comes_back_while_decode_is_full_serves_again(cluster):
     """(1) It dies. (2) More requests come than decode has slots, and refill each as it gets free. (3) It comes back, and its
     probe gets through while they do."""
@@ -137,6 +138,7 @@ def test_requests_that_run_out_of_time_leave_a_healthy_pair_alone(cluster):
     assert ask(cluster, AUTO).report.prefill_worker == "prefill-0"
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_killed_after_its_handoff_is_not_missed(cluster):
     """The KV has been committed: the stream does not depend on the prefill worker any more."""
     with long_stream(cluster, APART) as stream:
@@ -148,6 +150,7 @@ def test_a_prefill_worker_killed_after_its_handoff_is_not_missed(cluster):
     assert ask(cluster, APART).report.kv_bytes > 0
 
 
+@pytest.mark.slow
 def test_without_prefill_workers_everything_is_colocated_or_refused():
     """At last SIGTERM ends worker and router with 0; between the two a request is refused at once."""
     with ProcessCluster(tiny(), prefill=0, decode=1, worker=QUICK_BEATS) as cluster:
@@ -200,6 +203,7 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing(hold):
         cluster.wait_state(lambda state: not state.workers, BOUND_S)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_stops_at_once(hold):
     """(1) Both are told to stop, and act on it. (2) Told again, they leave with their work undone. (3) Their requests end with
     a clean error where nobody is left to take them over. (4) Both exit with 0."""

@@ -102,6 +102,7 @@ def test_an_echo_alone_draws_nothing_that_shows(scoring_client: openai.OpenAI) -
     assert len(got.choices[0].logprobs.token_logprobs) == got.usage.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_prompt_whose_worker_dies_scores_as_if_nothing_had_happened(tmp_path_factory: pytest.TempPathFactory) -> None:
     """(1) The prefill worker is held in the middle of the prompt, and killed. (2) The prompt is computed again elsewhere, and
     scores as an undisturbed one."""

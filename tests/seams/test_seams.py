@@ -88,6 +88,7 @@ def test_a_cluster_serves_over_parts_of_the_operators_own(plugins: Path) -> None
         assert cluster.processes["router"].log().count("the policy raised KeyError") == 1
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
     """(1) A decode worker comes back with another transport; (2) its pair is set aside for ever, and the reason names both
     transports; (3) the other decode worker serves."""

@@ -37,7 +37,7 @@ K = ConstraintKind
 BLOCK = 16
 COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 WAYS = [
-    pytest.param(("float32", False), id="torch"),
+    pytest.param(("float32", False), id="torch", marks=pytest.mark.slow),
     pytest.param(("bfloat16", True), id="compiled", marks=COMPILED),
 ]
 Request = tuple[tuple[int, ...], SamplingParams, Constraint | None]

