@@ -3,7 +3,7 @@
 pdserve up --chat-template examples/tools.jinja
 python examples/agent_loop.py --base-url http://127.0.0.1:8000/v1 "What is 17 times 23?"
 
-The first turn must be a call, which a small model would else forget. Large models do without `tool_choice`.
+In the first turn `tool_choice` demands a call, because a small model would answer without one. A large model does not need it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def answer(client: openai.OpenAI, question: str) -> str:
             return message.content or ""
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or ():
-            result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))
-            print(f"{call.function.name}{call.function.arguments} = {result}")
+            arguments = json.loads(call.function.arguments)
+            result = FUNCTIONS[call.function.name](**arguments)
+            print(f"{call.function.name}({arguments}) = {result}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
     return "no answer"
 

@@ -47,10 +47,6 @@ class SimTokenizer:
         """Return the same bytes, and for the end of the sequence its written form."""
         return self.token_bytes(token_id) or b"</s>"
 
-    def is_special(self, token_id: int) -> bool:
-        """Tell whether a token is special, as the end of the sequence is."""
-        return token_id == EOS
-
     def stream(self) -> Utf8Stream:
         """Return a decoder for the bytes of one output."""
         return Utf8Stream()
@@ -67,7 +63,6 @@ CARD: Final = ModelCard(
     ),
     tensors=LLAMA.tensors,
     eos_token_ids=(EOS,),
-    bos_token_id=None,
     fingerprint="sim",
 )  # fmt: skip
 

@@ -31,7 +31,6 @@ class ModelCard:
     spec: ModelSpec
     tensors: TensorNames
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     fingerprint: str
 
     @classmethod
@@ -48,8 +47,8 @@ class ModelCard:
         try:
             name, architecture = origin.model_name(directory), _architecture(config)
             reader = family_of(architecture, family)
-            spec, ids = reader.read(config), _ids(directory, config)
-            return cls(name, architecture, spec, reader.tensors, *ids, fingerprint(directory, config, dummy=dummy))
+            spec, eos = reader.read(config), _eos_ids(directory, config)
+            return cls(name, architecture, spec, reader.tensors, eos, fingerprint(directory, config, dummy=dummy))
         except KeyError as exc:
             raise ConfigError(f"{path} lacks {exc.args[0]}") from exc
         except (ArithmeticError, TypeError, ValueError) as exc:
@@ -104,20 +103,17 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return architectures[0]
 
 
-def _ids(directory: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int | None]:
-    """Return the ids that end a request, ascending, and the id that begins a text, or None.
-
-    The ids that end a request are those of config.json, of the language model inside it, and of generation_config.json.
-    """
+def _eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end a request, ascending: those of config.json, of the language model inside it, and of
+    generation_config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     inner = config.get("text_config") or {}
-    eos = {index for source in (config, inner, generation) for index in _eos_ids(source)}
-    bos = config.get("bos_token_id", inner.get("bos_token_id", generation.get("bos_token_id")))
-    return tuple(sorted(eos)), None if bos is None else token_id("bos_token_id", bos)
+    eos = {index for source in (config, inner, generation) for index in _eos_of(source)}
+    return tuple(sorted(eos))
 
 
-def _eos_ids(config: Mapping[str, Any]) -> list[int]:
+def _eos_of(config: Mapping[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
     if value is None:
         return []

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from pdserve.client.blocking import DEFAULT_ADDRESS, call_timeout_s, deadline_of, read
+from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.failures import broken_stream, closed_client, error_of
 from pdserve.client.params import (
     Message,
@@ -22,7 +23,6 @@ from pdserve.client.params import (
     prompt_request,
     text_request,
 )
-from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput
 from pdserve.client.retries import Retries
 from pdserve.core.errors import Cancelled, PdserveError
@@ -33,7 +33,8 @@ from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 class AsyncStream:
     """The running answer to one request. Iterate over its deltas with `async for`, or `cancel` it from its loop.
 
-    Until the first delta it is tried again as `Retries` says. After it, an error is raised: the caller has a part of the text.
+    After an error before the first delta, the request is tried again as `Retries` says. A later error is raised, because the
+    caller has a part of the text already.
     """
 
     def __init__(self, client: AsyncClient, request: inference_pb2.GenerateRequest) -> None:
@@ -162,7 +163,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]
     ) -> RequestOutput:
-        """Go on with a prompt, and return the whole answer. Raises a `PdserveError`."""
+        """Continue a prompt, and return the whole answer. Raises a `PdserveError`."""
         return await self._whole(text_request(prompt, sampling, options))
 
     async def chat(
@@ -172,7 +173,7 @@ class AsyncClient:
         return await self._whole(chat_request(messages, sampling, options))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """Go on with a prompt, and return the running answer. The request is sent when the iteration begins."""
+        """Continue a prompt, and return the running answer. The request is sent when the iteration begins."""
         return AsyncStream(self, text_request(prompt, sampling, options))
 
     def stream_chat(
@@ -190,8 +191,8 @@ class AsyncClient:
         return str((await self._look_up(self._stub.Detokenize, ids_request(ids, skip_special_tokens))).text)
 
     async def cancel(self, request_id: str, cancel_token: str) -> bool:
-        """Cancel a request of any client, by what its stream says of it. False: it has ended, or is not of this router.
-        Raises a `PdserveError`."""
+        """Cancel a request of any client. `request_id` and `cancel_token` are those of its stream. Return False if it has ended
+        or is not a request of this router. Raises a `PdserveError`."""
         request = inference_pb2.CancelRequest(request_id=request_id, cancel_token=cancel_token)
         return bool((await self._look_up(self._stub.Cancel, request)).found)
 

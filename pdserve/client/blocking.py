@@ -11,6 +11,7 @@ from typing import Any, Final, Self, Unpack
 
 import grpc
 
+from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.failures import broken_stream, closed_client, error_of
 from pdserve.client.params import (
     Message,
@@ -22,7 +23,6 @@ from pdserve.client.params import (
     prompt_request,
     text_request,
 )
-from pdserve.client.ports import CALL_TIMEOUT_S, OPTIONS
 from pdserve.client.results import Delta, Gathered, RequestOutput, delta_of
 from pdserve.client.retries import Retries
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError
@@ -55,7 +55,8 @@ def read(message: inference_pb2.GenerateResponse) -> Delta:
 class Stream:
     """The running answer to one request. Iterate over its deltas; any thread may `cancel` it.
 
-    Until the first delta it is tried again as `Retries` says. After it, an error is raised: the caller has a part of the text.
+    After an error before the first delta, the request is tried again as `Retries` says. A later error is raised, because the
+    caller has a part of the text already.
     """
 
     def __init__(self, client: Client, request: inference_pb2.GenerateRequest) -> None:
@@ -143,7 +144,7 @@ class Stream:
 
 
 class Client:
-    """A client of the router at `address` (host:port of its gRPC port). It is safe for threads; close it, or use `with`.
+    """A client of the router at `address` (host:port of its gRPC port). Threads may share it. Close it, or use `with`.
 
     ```
     with Client() as client:
@@ -153,7 +154,7 @@ class Client:
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, retries: Retries | None = None) -> None:
-        """Prepare the connection, which the first call opens. `retries`: how often to try again; None: its defaults."""
+        """Prepare the connection, which the first call opens. `retries`: the rule by which errors are tried again."""
         self.address = address
         self.retries = retries or Retries()
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
@@ -172,7 +173,7 @@ class Client:
         self._channel.close()
 
     def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]) -> RequestOutput:
-        """Go on with a prompt, and return the whole answer. Raises a `PdserveError`."""
+        """Continue a prompt, and return the whole answer. Raises a `PdserveError`."""
         return self._whole(text_request(prompt, sampling, options))
 
     def chat(
@@ -182,7 +183,7 @@ class Client:
         return self._whole(chat_request(messages, sampling, options))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
-        """Go on with a prompt, and return the running answer. The request is sent when the iteration begins."""
+        """Continue a prompt, and return the running answer. The request is sent when the iteration begins."""
         return Stream(self, text_request(prompt, sampling, options))
 
     def stream_chat(
@@ -200,8 +201,8 @@ class Client:
         return str((self._look_up(self._stub.Detokenize, ids_request(ids, skip_special_tokens))).text)
 
     def cancel(self, request_id: str, cancel_token: str) -> bool:
-        """Cancel a request of any client, by what its stream says of it. False: it has ended, or is not of this router.
-        Raises a `PdserveError`."""
+        """Cancel a request of any client. `request_id` and `cancel_token` are those of its stream. Return False if it has ended
+        or is not a request of this router. Raises a `PdserveError`."""
         request = inference_pb2.CancelRequest(request_id=request_id, cancel_token=cancel_token)
         return bool((self._look_up(self._stub.Cancel, request)).found)
 

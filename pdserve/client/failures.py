@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import grpc
 
-from pdserve.client.ports import explain
+from pdserve.client.command_line import explain
 from pdserve.core import errors
 from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S
 from pdserve.core.errors import ErrorCode, PdserveError
@@ -36,7 +36,7 @@ def error_of(exc: Any, address: str) -> PdserveError:
 
 
 def broken_stream() -> PdserveError:
-    """Return the error of a stream that ended in good order before the answer did. No server of ours ends one so."""
+    """Return the error of a stream that ended without an error before the answer did. No server of ours does that."""
     return errors.Unavailable("the stream ended before the answer did")
 
 

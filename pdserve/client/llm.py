@@ -20,15 +20,16 @@ from pdserve.client.retries import Retries
 from pdserve.core.errors import ConfigError, Unavailable
 
 MAX_CONCURRENT: Final = 128
-"""Requests under way at once: several times what the workers of one machine run, so none of them waits for this program."""
+"""The most requests that run at once. It is several times what the workers of one machine run, so no worker waits for this
+program."""
 CHECK_S: Final = 0.5
-"""The program looks so often whether its cluster still lives."""
+"""The time between two looks at whether the cluster still lives."""
 Ask = Callable[[AsyncClient, int], Awaitable[RequestOutput]]
 
 
 class LLM:
-    """A model that a cluster of child processes serves, for batches. Close it, or use `with`. The cluster ends with the
-    program, also when that is killed.
+    """A model for batches, which a cluster of child processes serves. Close it, or use `with`. The cluster ends with the
+    program, also when the program is killed.
 
     ```
     with LLM("default") as llm:
@@ -71,10 +72,10 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[Options],
     ) -> list[RequestOutput]:
-        """Go on with each prompt, and return the answers in the order of the prompts.
+        """Continue each prompt, and return the answers in the order of the prompts.
 
-        One `sampling_params` counts for all prompts, a list has one for each. use_tqdm: show progress. Raises the first error
-        that is not tried again; the requests that still run are then cancelled.
+        A single `sampling_params` holds for all prompts; a list has one for each prompt. `use_tqdm` shows the progress. Raises
+        the first error that is not tried again; the requests that still run are then cancelled.
         """
         asked: Sequence[Any] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
         params = _each(sampling_params, len(asked))

@@ -1,4 +1,4 @@
-"""The wishes of a program, and the `GenerateRequest` that they make. The names are those of the proto."""
+"""The requests of a program, and the `GenerateRequest` that each becomes. The names are those of the proto."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ class Options(TypedDict, total=False):
     """Further variables of the chat template, such as enable_thinking."""
 
 
+_SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
+_CONSTRAINTS: Final = tuple(field.name for field in common_pb2.StructuredOutputs.DESCRIPTOR.fields)
 _SPECIAL: Final = frozenset({"placement", FIELD, "tools", "tool_choice", "parallel_tool_calls", "template_kwargs"})
 _PLAIN: Final = frozenset(Options.__annotations__) - _SPECIAL
 _OF_CHATS: Final = ("tools", "tool_choice", "parallel_tool_calls", "template_kwargs")
@@ -92,7 +94,7 @@ _MODES: Final = {
 
 
 def text_request(prompt: Prompt, sampling: SamplingParams | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """Return the request that goes on with a prompt. Raises `InvalidRequest` naming the field."""
+    """Return the request that continues a prompt. Raises `InvalidRequest` naming the field."""
     for name in _OF_CHATS:
         if name in options:
             raise InvalidRequest("is only allowed in a chat", field=name)
@@ -142,7 +144,8 @@ def ids_request(ids: Sequence[int], skip_special_tokens: bool) -> inference_pb2.
 def _request(sampling: SamplingParams | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
     for name in options:
         if name not in _PLAIN and name not in _SPECIAL:
-            raise InvalidRequest("is no field of a request", field=name)
+            place = "a field of SamplingParams, and no keyword" if name in _SAMPLING else "no field of a request"
+            raise InvalidRequest(f"is {place}", field=name)
     request = _filled(inference_pb2.GenerateRequest(), {name: value for name, value in options.items() if name in _PLAIN})
     if sampling is not None:
         request.sampling.CopyFrom(sampling.to_wire())
@@ -160,6 +163,11 @@ def _request(sampling: SamplingParams | None, options: Mapping[str, Any]) -> inf
 def _constrain(wire: common_pb2.StructuredOutputs, constraint: Mapping[str, Any]) -> None:
     """Write a constraint. A schema may be JSON text or an object."""
     given = dict(constraint)
+    for name in given:
+        if name not in _CONSTRAINTS:
+            raise InvalidRequest(f"is none of {', '.join(_CONSTRAINTS)}", field=f"{FIELD}.{name}")
+    if len(given) != 1:  # the message holds one of them, and would drop the others
+        raise InvalidRequest(f"must hold exactly one of {', '.join(_CONSTRAINTS)}", field=FIELD)
     if isinstance(given.get("json"), Mapping):
         given["json"] = json.dumps(given["json"])
     if "choice" in given:
@@ -168,11 +176,16 @@ def _constrain(wire: common_pb2.StructuredOutputs, constraint: Mapping[str, Any]
 
 
 def _add_message(chat: inference_pb2.ChatPrompt, message: Message, place: str) -> None:
+    """Write a message. Its fields that are None ask for nothing, such as those of an answer of OpenAI's client."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequest("must be a message with role and content", field=place)
     known = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning"}
-    for name in message:
-        if name not in known:
+    for name, value in message.items():
+        if name not in known and value is not None:
             raise InvalidRequest("is no field of a message", field=f"{place}.{name}")
-    plain = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
+    if not isinstance(message.get("content"), str | None):
+        raise InvalidRequest("must be one text", field=f"{place}.content")
+    plain = {name: value for name, value in message.items() if name in known - {"tool_calls"} and value is not None}
     wire = _filled(chat.messages.add(), plain, under=f"{place}.")
     for call in message.get("tool_calls") or ():
         try:

@@ -12,8 +12,8 @@ from pdserve.core.errors import PdserveError
 class Retries:
     """The number of attempts of a client, and the waits between them.
 
-    Only errors are tried again that the table of errors marks for clients: the same request may succeed later. A wait is at
-    least what the server asks for, and doubles with each attempt up to `longest_wait_s`. `Retries(1)` tries once.
+    A request is tried again only after an error that the table of errors marks for clients, since it may succeed later. A wait
+    is at least what the server asks for, and doubles with each attempt up to `longest_wait_s`. `Retries(1)` tries once.
     """
 
     attempts: int = 5

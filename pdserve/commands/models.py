@@ -32,8 +32,8 @@ YES = "yes"
 def models(model: str | None, dtype: str, kv_cache_dtype: str, as_json: bool) -> int:
     """List the families of models with the code that computes each, or tell what MODEL needs and which code runs it here.
 
-    MODEL is what `pdserve up --model` takes, or the name of a published model that `pdserve capacity` knows, as qwen3-8b. Its
-    weights are not read, and need not be there.
+    MODEL is what `pdserve up --model` takes, or the name of a published model that `pdserve capacity` knows, such as qwen3-8b.
+    Its weights are not read, and need not be there.
     """
     from pdserve.commands.console import make_console
 

@@ -148,7 +148,38 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
     (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
 )
+LACKING: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (
+        ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+        "a worker computes on one device; --prefill and --decode set the numbers of workers",
+    ),
+    (("--kv-transfer-config",), "the two pools are built in: --prefill, --decode, --transport"),
+    (("--enable-auto-tool-choice", "--enable-chunked-prefill"), "it is always on"),
+    (("--api-key", "--ssl-keyfile", "--ssl-certfile"), "put a proxy in front (docs/threat-model.md)"),
+    (("--tokenizer", "--revision"), "the tokenizer and all else come from the one directory or file of --model"),
+    (("--trust-remote-code",), "code of a checkpoint is never run"),
+    (("--generation-config",), "only its ids that end a request are read; a request sets its sampling"),
+    (("--seed",), "each request has its own seed"),
+    (("--max-logprobs",), "the limit is always 20"),
+    (("--structured-outputs-config",), "llguidance compiles all grammars"),
+    (("--speculative-config", "--enable-lora", "--cpu-offload-gb"), "this is not built yet (docs/roadmap.md)"),
+)
+"""Flags of `vllm serve` that do not exist here, each with what to do or to know instead. README lists them as well."""
 SETTING_OF: Final = {flags[0].removeprefix("--").replace("-", "_"): setting for flags, setting, _, _ in FLAGS}
+
+
+class ClusterCommand(click.Command):
+    """A command with the flags of a cluster. It says of a flag that only vLLM has what to do instead."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. click reports what is wrong with them."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as exc:
+            for flags, instead in LACKING:
+                if exc.option_name in flags:
+                    raise click.UsageError(f"vLLM's {exc.option_name} does not exist here: {instead}.", ctx) from exc
+            raise
 
 
 def cluster_options(command: Command) -> Command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdserve.commands.failures import one_line_errors
-from pdserve.commands.settings import cluster_config, cluster_options
+from pdserve.commands.settings import ClusterCommand, cluster_config, cluster_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.config import ClusterConfig
 
 
-@click.command()
+@click.command(cls=ClusterCommand)
 @cluster_options
 @click.option(
     "--cluster-token",

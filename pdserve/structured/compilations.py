@@ -43,7 +43,7 @@ class GrammarSource:
             log.exception("the vocabulary cannot be read for grammars")
 
     def start(self, constraint: Constraint) -> GrammarState:
-        """Implement `StartGrammar`."""
+        """Implements `StartGrammar`."""
         return self._made().start(constraint)
 
     def _made(self) -> Compiler:

@@ -76,10 +76,11 @@ class ChatTemplate:
             return None
         return cls(source, tokens, _named_source(value, "tool_use") if isinstance(value, list) else None)
 
-    @property
-    def renders_tools(self) -> bool:
-        """True if the template reads the tools of a chat."""
-        return "tools" in self._with_tools.reads
+    def check_tools(self) -> None:
+        """Raise `InvalidRequest` unless the template reads the tools of a chat."""
+        if "tools" not in self._with_tools.reads:
+            advice = "start the router with one that does: --chat-template FILE"
+            raise InvalidRequest(f"the model's chat template shows no tools to the model; {advice}", field="tools")
 
     @property
     def renders_calls(self) -> bool:
@@ -107,8 +108,8 @@ class ChatTemplate:
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise InvalidRequest(f"must hold 1 to {MAX_MESSAGES} messages, got {len(messages)}", field="messages")
         template = self._with_tools if tools else self._plain
-        if tools and not self.renders_tools:
-            raise InvalidRequest("the model's chat template renders no tools", field="tools")
+        if tools:
+            self.check_tools()
         for name in variables:
             if name not in template.reads or name in _OWN_VARIABLES or name in template.constant:
                 raise InvalidRequest(

@@ -98,10 +98,6 @@ class Tokenizer:
         """Return the same bytes as `token_bytes`, and for a special token its spelling in a prompt."""
         return self._special.get(token_id) or self.token_bytes(token_id)
 
-    def is_special(self, token_id: int) -> bool:
-        """Tell whether a token is special: it adds nothing to a text unless special tokens are kept."""
-        return token_id in self._special
-
     def spelling(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it, such as "Ġthe". It is empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""

@@ -43,7 +43,7 @@ class BeamAnswer:
 
 
 def ends_at_s(api: RouterApi, deadline_s: float | None) -> float:
-    """Return the loop's time at which a call ends that begins now. Raises `InvalidRequest` and `DeadlineExceeded`."""
+    """Return the time of the loop by which a call that begins now must end. Raises `InvalidRequest` and `DeadlineExceeded`."""
     asked = api.default_deadline_s if deadline_s is None else deadline_s
     if math.isnan(asked) or asked > api.max_deadline_s:
         raise InvalidRequest(f"must be at most {api.max_deadline_s:g}, got {asked:g}", field="deadline_s")

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Generation, unfinished
 from router.api.choices import likeliest, submit_choices
@@ -20,6 +20,7 @@ from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add
 from router.openai.echo import NOTHING_SHOWN, PromptView
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
+from router.openai.names import renamed
 from router.openai.request import Call, candidate_ids
 from router.openai.tool_chunks import Gathered, tool_chunk
 
@@ -41,9 +42,14 @@ class _Output:
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
     """Run a call and write its answer. Raises a `PdserveError`; `reply.started` then tells whether something was already
     sent."""
-    if call.choices.beam_width:
-        await _beams(api, call, reply)
-        return
+    try:
+        await (_beams if call.choices.beam_width else _candidates)(api, call, reply)
+    except InvalidRequest as exc:
+        raise renamed(exc, call.names) from exc
+
+
+async def _candidates(api: RouterApi, call: Call, reply: Reply) -> None:
+    """Answer with the choices of all prompts."""
     generations: list[Generation] = []  # of all candidates, those of a prompt side by side
     try:
         for i, request in enumerate(call.inputs):

@@ -187,7 +187,7 @@ def _json(payload: object, status: int = 200) -> Response:
 async def _no_route(request: Request, exc: HTTPException) -> Response:
     path = request.scope["path"]
     shown = path if len(path) <= MAX_PATH_CHARS else f"{path[:MAX_PATH_CHARS]}..."
-    message = f"{request.method} {shown}: {exc.detail}"
+    message = f"{request.method} {shown}: {exc.detail}; GET /docs lists all routes"
     code = exc.detail.lower().replace(" ", "_")
     error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return Response(encode_json(error), exc.status_code, exc.headers, media_type="application/json")

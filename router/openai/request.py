@@ -22,6 +22,7 @@ from router.openai.choices import read_choices
 from router.openai.echo import NOTHING_SHOWN, PromptShown
 from router.openai.ignored import NOTHING, Ignored, decode_body, ignored_in, joined
 from router.openai.json import refuse, show
+from router.openai.names import Names, written_names
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling, read_shown
 from router.openai.structured import read_constraint
@@ -53,6 +54,7 @@ class Call:
     ignored: Ignored = NOTHING
     """The fields of the body that were left out."""
     shown: PromptShown = NOTHING_SHOWN
+    names: Names = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,19 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
     chat = isinstance(body, ChatBody)
     choices = read_choices(body, len(prompts), common)
     inputs = _inputs(common, prompts, choices.best_of)
-    ids, shown = body.return_token_ids or False, read_shown(body)
-    return Call(chat, request_id, inputs, stream, include_usage, continuous_usage, correlation_id, ids, choices, shown=shown)
+    return Call(
+        chat,
+        request_id,
+        inputs,
+        stream,
+        include_usage,
+        continuous_usage,
+        correlation_id,
+        return_token_ids=body.return_token_ids or False,
+        choices=choices,
+        shown=read_shown(body),
+        names=written_names(body),
+    )
 
 
 def _inputs(common: GenerateInput, prompts: tuple[Prompt, ...], candidates: int) -> tuple[GenerateInput, ...]:

@@ -18,6 +18,18 @@ from router.openai.json import decode, refuse, show
 MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
 UNSUPPORTED: Final = "neutral"
 """The mark of these fields in the schemas that msgspec writes."""
+INSTEAD: Final = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""The fields of a body that take the place of those that do not exist. The last three are lacking in `/v1/responses` alone."""
 _VALUE: Final = msgspec.json.Decoder()
 
 
@@ -73,4 +85,5 @@ def _refuse_unless_neutral(field: str, text: bytes, neutral: tuple[Any, ...]) ->
     if value is None or any(type(value) is type(accepted) and value == accepted for accepted in neutral):
         return
     allowed = f"; only {' or '.join(map(show, neutral))} is accepted" if neutral else ""
-    raise refuse(field, f"{show(value)} is not supported{allowed}")
+    advice = f"; use {INSTEAD[field]}" if field in INSTEAD else ""
+    raise refuse(field, f"{show(value)} is not supported{allowed}{advice}")

@@ -64,12 +64,14 @@ class Chats:
             return replace(request, prompt=replace(prompt, tools=()))
         if request.constraint is not None:
             raise InvalidRequest(f"are not allowed beside response_format or {FIELD}, which forbid calls", field="tools")
+        if self._tokenizer.chat_template is not None:
+            self._tokenizer.chat_template.check_tools()  # first: without it, no other advice helps
         if choice.forced:
             return replace(request, constraint=_constraint(request, prompt))
         if not self.call_form:
             raise InvalidRequest(
-                "the router knows no form of calls for this model: set tool_choice to required or a function, or start it with "
-                "--tool-call-parser",
+                "the router knows no form of calls for this model: set tool_choice to required or a function, or start the "
+                "router with --tool-call-parser",
                 field="tools",
             )
         strict = next((index for index, tool in enumerate(prompt.tools) if tool.strict), None)

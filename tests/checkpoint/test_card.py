@@ -32,7 +32,7 @@ def test_the_tiny_model(tiny_dir):
     assert (card.name, card.architecture) == ("tiny", "LlamaForCausalLM")
     layer = LayerSpec(AttentionSpec(4, 2, 16, 16, RopeSpec(10000.0)), DenseSpec(128), NormSpec(1e-5))
     assert card.spec == ModelSpec(512, 64, (layer,) * 4, NormSpec(1e-5), max_position=2048, tied_head=False)
-    assert (card.bos_token_id, card.eos_token_ids) == (1, (2,))
+    assert card.eos_token_ids == (2,)
 
 
 def test_the_default_model():
@@ -40,7 +40,7 @@ def test_the_default_model():
     assert card.name == "SmolLM2-135M-Instruct"
     layer = LayerSpec(AttentionSpec(9, 3, 64, 64, RopeSpec(100000.0)), DenseSpec(1536), NormSpec(1e-5))
     assert card.spec == ModelSpec(49152, 576, (layer,) * 30, NormSpec(1e-5), max_position=8192, tied_head=True)
-    assert (card.bos_token_id, card.eos_token_ids) == (1, (2,))
+    assert card.eos_token_ids == (2,)
     layout = card.kv_layout(16, "auto")
     assert (layout.dtype, layout.bytes_per_token, layout.block_bytes) == ("bfloat16", 23_040, 360 << 10)
     assert card.kv_layout(16, "float32").bytes_per_token == 2 * 23_040
@@ -107,9 +107,9 @@ def test_heads_and_their_size_have_defaults(copy):
 
 
 def test_ids_that_end_a_request_come_from_both_files(copy):
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2], "bos_token_id": 5}))
-    card = ModelCard.load(change(copy, "bos_token_id", eos_token_id=[9, 2]))
-    assert (card.eos_token_ids, card.bos_token_id) == ((2, 7, 9), 5)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    card = ModelCard.load(change(copy, eos_token_id=[9, 2]))
+    assert card.eos_token_ids == (2, 7, 9)
 
 
 REFUSED = {
@@ -164,7 +164,6 @@ HOSTILE = {
     "eps a text": ({"rms_norm_eps": "small"}, "rms_norm_eps must be"),
     "odd heads": ({"head_dim": 3}, "head_dim 3 is odd"),
     "end below 0": ({"eos_token_id": [2, -1]}, "eos_token_id must be an integer from 0"),
-    "begin a text": ({"bos_token_id": "<s>"}, "bos_token_id must be an integer from 0"),
     "names": ({"architectures": {"0": "LlamaForCausalLM"}}, "architectures must be a list of names"),
     "equal bands": (
         {"rope_scaling": {

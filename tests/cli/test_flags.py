@@ -41,6 +41,19 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
+def test_a_flag_that_only_vllm_has_says_what_to_do_instead() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    ours = {flag for flags, *_ in settings.FLAGS for flag in flags}
+    for flags, instead in settings.LACKING:
+        for flag in flags:
+            refused = run("up", flag, "2")
+            assert refused.exit_code == 2
+            assert f"vLLM's {flag} does not exist here: {instead}." in refused.stderr
+            assert f"`{flag}`" in page
+            assert flag not in ours
+    assert "Did you mean '--max-model-len'?" in run("up", "--max-model-length", "2").stderr
+
+
 def test_no_flags_are_the_defaults() -> None:
     assert parse() == ClusterConfig()
 

@@ -12,6 +12,8 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdserve import Client
 from pdserve.client.params import Options, SamplingParams, chat_request, prompt_request, text_request
@@ -74,11 +76,16 @@ def test_every_field_of_a_request_can_be_set_and_reaches_the_wire() -> None:
         ("temperature", lambda: text_request("a", SamplingParams(temperature="hot"), {})),  # type: ignore[arg-type]
         ("placement", lambda: text_request("a", None, {"placement": "elsewhere"})),
         ("priorty", lambda: text_request("a", None, {"priorty": 1})),
+        ("temperature", lambda: text_request("a", None, {"temperature": 1})),
         ("n", lambda: text_request("a", None, {"n": -1})),
         ("tools", lambda: text_request("a", None, CHATS)),
         ("tool_choice", lambda: chat_request(MESSAGES, None, {"tool_choice": "maybe"})),
         ("messages[1].colour", lambda: chat_request([*MESSAGES, {"role": "user", "colour": 1}], None, {})),
         ("messages[0].tool_calls", lambda: chat_request([{"role": "assistant", "tool_calls": [{"id": "x"}]}], None, {})),
+        ("messages[0]", lambda: chat_request(["hi"], None, {})),  # type: ignore[list-item]
+        ("messages[0].content", lambda: chat_request([{"role": "user", "content": [{"text": "x"}]}], None, {})),
+        ("structured_outputs", lambda: text_request("a", None, {"structured_outputs": {"json": {}, "regex": "x"}})),
+        ("structured_outputs", lambda: text_request("a", None, {"structured_outputs": {}})),
         ("structured_outputs.yaml", lambda: text_request("a", None, {"structured_outputs": {"yaml": "x"}})),
     ],
 )
@@ -86,6 +93,21 @@ def test_what_cannot_be_sent_names_its_field(field: str, make: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         make()
     assert caught.value.field == field
+
+
+def test_an_answer_of_openais_client_can_be_sent_back() -> None:
+    """Its empty fields are None."""
+    called = ChatCompletionMessageFunctionToolCall(id="a", type="function", function=Function(name="f", arguments="{}"))
+    for answer in (
+        ChatCompletionMessage(role="assistant", content="x"),
+        ChatCompletionMessage(role="assistant", tool_calls=[called]),
+    ):
+        (sent,) = chat_request([answer.model_dump()], None, {}).chat.messages
+        assert (sent.role, sent.content, len(sent.tool_calls)) == (
+            "assistant",
+            answer.content or "",
+            len(answer.tool_calls or ()),
+        )
 
 
 def errors() -> list[PdserveError]:

@@ -67,9 +67,16 @@ def test_a_whole_answer_equals_its_stream_and_that_of_the_other_client(client: C
     async def other() -> tuple[str, str]:
         async with AsyncClient(cluster.grpc) as client:
             answer = await client.generate("Once upon a time", asked, n=2)
+            said = await client.chat([{"role": "user", "content": "hello"}], asked)
+            assert (
+                "".join([delta.text async for delta in client.stream_chat([{"role": "user", "content": "hello"}], asked)])
+                == said.text
+            )
             return answer.text, "".join([delta.text async for delta in client.stream("Once upon a time", asked)])
 
     assert asyncio.run(other()) == (whole.text, whole.text)
+    chat = [{"role": "user", "content": "hello"}]
+    assert "".join(delta.text for delta in client.stream_chat(chat, asked)) == client.chat(chat, asked).text
     assert client.model_info().model == "tiny"
     ids = client.tokenize("Once upon a time")
     assert client.detokenize(ids) == "Once upon a time"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from http_fakes import FakeApi, app_of
@@ -16,6 +16,7 @@ from raw_http import asgi_post
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from router.api.request import ChatMessage
+from router.http.answer import answer
 from router.openai.body import ChatBody, CompletionBody
 from router.openai.request import ClassHeaders, parse_chat, parse_completion
 from router.openai.unsupported import neutral_values
@@ -37,7 +38,15 @@ def chat(**fields: Any) -> Any:
     return parse_chat(json.dumps({"messages": HI, **fields}).encode(), None)
 
 
+async def asked(call: Any, error: InvalidRequest) -> InvalidRequest:
+    """Return the error of a call that the router refuses with `error`."""
+    with pytest.raises(InvalidRequest) as caught:
+        await answer(FakeApi(error=error), call, cast(Any, None))
+    return caught.value
+
+
 PARSERS = {"completion": completion, "chat": chat}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 def test_defaults_are_openais() -> None:
@@ -67,13 +76,13 @@ def test_penalties_and_biases_arrive() -> None:
 
 
 def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
-    def asked(call: Any) -> Any:
+    def listed(call: Any) -> Any:
         return call.inputs[0].sampling.get("logprobs")
 
-    assert [asked(completion(logprobs=n)) for n in (None, False, 0, 5, 20)] == [None, None, 0, 5, 20]
-    assert asked(chat(logprobs=True)) == 0
-    assert asked(chat(logprobs=True, top_logprobs=4)) == 4
-    assert asked(chat(logprobs=False, top_logprobs=0)) is None
+    assert [listed(completion(logprobs=n)) for n in (None, False, 0, 5, 20)] == [None, None, 0, 5, 20]
+    assert listed(chat(logprobs=True)) == 0
+    assert listed(chat(logprobs=True, top_logprobs=4)) == 4
+    assert listed(chat(logprobs=False, top_logprobs=0)) is None
     for name, parse, fields in [
         ("logprobs", completion, {"logprobs": True}), ("logprobs", completion, {"logprobs": 21}),
         ("logprobs", completion, {"logprobs": -1}), ("logprobs", chat, {"logprobs": 2}),
@@ -89,10 +98,6 @@ def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "x"}])
     assert call.inputs[0].prompt == (ChatMessage("system", "be brief"), ChatMessage("user", "a\nb", name="x"))
-
-
-def test_unknown_fields_are_tolerated() -> None:
-    assert chat(user="u", store=False, metadata={"a": "b"}, not_a_field=[1, {"x": None}]).inputs[0].sampling == {}
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
@@ -180,6 +185,34 @@ def test_bad_messages_name_their_place(field: str, messages: Any) -> None:
 def test_empty_values_of_an_answers_message_ask_for_nothing() -> None:
     for value in ([], {}, "", 0, 0.0, False, None):
         chat(messages=[*HI, {"role": "assistant", "content": "x", "tool_calls": value, "function_call": value, "audio": value}])
+
+
+def test_what_replaced_a_field_is_named() -> None:
+    for parse, name, replaced_by in (
+        (completion, "guided_json", "structured_outputs.json"),
+        (chat, "guided_choice", "structured_outputs.choice"),
+        (chat, "functions", "tools"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{name}: .* is not supported.*; use {re.escape(replaced_by)}$"):
+            parse(**{name: [{"x": 1}]})
+
+
+@pytest.mark.parametrize(
+    ("own", "written", "call"),
+    [
+        ("max_tokens", "max_completion_tokens", chat(max_completion_tokens=9, max_tokens=8)),
+        ("max_tokens", "max_tokens", chat(max_tokens=8)),
+        ("structured_outputs.json", "response_format.json_schema.schema", chat(response_format=SCHEMA)),
+        ("structured_outputs.json", "structured_outputs.json", completion(structured_outputs={"json": {}})),
+        ("structured_outputs", "response_format", chat(response_format={"type": "json_object"})),
+        ("prompt_logprobs", "logprobs", completion(echo=True, logprobs=3)),
+        ("prompt_logprobs", "prompt_logprobs", completion(echo=True, logprobs=3, prompt_logprobs=1)),
+        ("top_p", "top_p", chat(max_completion_tokens=9, response_format=SCHEMA)),
+    ],
+)
+def test_an_error_of_the_router_has_the_name_that_the_client_wrote(own: str, written: str, call: Any) -> None:
+    error = asyncio.run(asked(call, InvalidRequest("is wrong", field=own)))
+    assert (error.field, error.message) == (written, f"{written}: is wrong")
 
 
 def test_a_large_value_without_effect_is_refused_unread() -> None:

@@ -245,7 +245,7 @@ def test_each_choice_has_calls_of_its_own() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("tools: the model's chat template renders no tools", {"tools": TOOLS, "template": "{{ messages }} <tool_call>"}),
+    ("tools: the model's chat template shows no tools", {"tools": TOOLS, "template": "{{ messages }} <tool_call>"}),
     ("tools: the router knows no form of calls", {"tools": TOOLS, "template": "{{ messages[0].content }}{{ tools }}"}),
     ("tools: are not allowed beside response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
     ("tools[0].function.strict: is not enforced for calls of the form granite", {

@@ -163,5 +163,5 @@ def test_the_agent_loop_of_the_examples_runs(cluster: ProcessCluster) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
     assert result.returncode == 0, result.stderr
     first, *_, last = result.stdout.splitlines()
-    assert first.startswith(("add{", "multiply{"))
+    assert first.startswith(("add({", "multiply({"))
     assert last

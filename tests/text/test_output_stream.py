@@ -72,7 +72,7 @@ def case_of(data: st.DataObject, tokenizer: Tokenizer) -> Case:
     tokens = st.integers(0, 260) | st.integers(0, tokenizer.vocab_size + 5)
     text = st.text(st.sampled_from(SAMPLE), max_size=12).map(tokenizer.encode)
     ids = list(itertools.chain(*data.draw(st.lists(text | st.lists(tokens, min_size=1, max_size=4), max_size=8)))) or [5]
-    special = {i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)}
+    special = {i for i in range(tokenizer.vocab_size) if tokenizer.written_bytes(i) != tokenizer.token_bytes(i)}
     stop_ids = tuple(data.draw(st.lists(st.sampled_from(ids), max_size=2, unique=True)))
     params = SamplingParams(
         max_tokens=len(ids),

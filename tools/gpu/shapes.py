@@ -35,7 +35,7 @@ def card(name: str) -> ModelCard:
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, heads=heads, kv_heads=[kv_heads] * layers, head_dim=dim,
         max_position=8192, rope=RopeSpec(5e5), eps=1e-5, tied_head=tied,
     )  # fmt: skip
-    return ModelCard(name, LLAMA.architecture, spec, LLAMA.tensors, eos_token_ids=(), bos_token_id=None, fingerprint=name)
+    return ModelCard(name, LLAMA.architecture, spec, LLAMA.tensors, eos_token_ids=(), fingerprint=name)
 
 
 def random_weights(shape: ModelCard, dtype: torch.dtype, device: torch.device) -> ModelWeights:

@@ -19,6 +19,8 @@ SCHEMA = {
 }  # fmt: skip
 TOOLS: Any = [{"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}]
 ASK: Any = [{"role": "user", "content": "Name a city."}]
+ENOUGH = 1000
+"""Tokens for JSON of the schema, also of a model that writes all the blanks that a grammar allows."""
 
 
 class Checks:
@@ -68,7 +70,7 @@ class Checks:
     def structured(self) -> int:
         """An answer with a schema is valid."""
         form: Any = {"type": "json_schema", "json_schema": {"name": "pick", "schema": SCHEMA}}
-        told = self.client.chat.completions.create(messages=ASK, max_tokens=60, response_format=form, **self.same)
+        told = self.client.chat.completions.create(messages=ASK, max_tokens=ENOUGH, response_format=form, **self.same)
         assert json.loads(told.choices[0].message.content)["city"] in ("Paris", "Rome")
         return 1
 
@@ -76,7 +78,7 @@ class Checks:
         """A required call has valid arguments, or a template without tools says so."""
         try:
             told = self.client.chat.completions.create(
-                messages=ASK, max_tokens=80, tools=TOOLS, tool_choice="required", **self.same
+                messages=ASK, max_tokens=ENOUGH, tools=TOOLS, tool_choice="required", **self.same
             )
         except openai.BadRequestError as exc:
             if "tools" not in str(exc):

@@ -14,7 +14,7 @@ from pdserve.bench.load.failures import BAD_UTF8, BROKEN_STREAM, CONNECTION_REFU
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.served import served_of_message, served_of_timeline
 from pdserve.bench.load.target import Answer, Call
-from pdserve.client.ports import NOTHING_LISTENS
+from pdserve.client.command_line import NOTHING_LISTENS
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc

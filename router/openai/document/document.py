@@ -62,7 +62,7 @@ def document(version: str) -> dict[str, Any]:
         "info": {
             "title": "pdserve",
             "version": version,
-            "description": "Text generation with OpenAI's API. What has no effect here is refused by name. A field of a "
+            "description": "Text generation with OpenAI's API. What pdserve does not do is refused by name. A field of a "
             "generation that no API documents is left out, and listed in the header x-pdserve-ignored-fields of the answer.",
         },
         "paths": {path: {one.method: _operation(one)} for path, one in OPERATIONS.items()},

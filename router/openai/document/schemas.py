@@ -26,7 +26,7 @@ from router.openai.responses.body import (
 )
 from router.openai.tokenization import DetokenizeBody, TokenizeBody
 from router.openai.tools import MAX_TOOLS
-from router.openai.unsupported import UNSUPPORTED
+from router.openai.unsupported import INSTEAD, UNSUPPORTED
 
 BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
@@ -59,7 +59,7 @@ def _described(shape: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a field of `shape` with its limits and its meaning."""
     default = schema.get("default")
     if isinstance(default, dict) and UNSUPPORTED in default:
-        return _unsupported(list(default[UNSUPPORTED]))
+        return _unsupported(list(default[UNSUPPORTED]), INSTEAD.get(name, "") if shape.endswith("Body") else "")
     told = {key: value for key, value in schema.items() if key != "default"}
     kinds = told.get("anyOf", [told])
     for limit in _LIMITS.get(_SAME.get(name, name), ()):
@@ -70,10 +70,11 @@ def _described(shape: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _unsupported(neutral: list[Any]) -> dict[str, Any]:
-    """Return the schema of a field whose effect does not exist."""
-    values = [*neutral, None]
-    return {"enum": values, "description": "Its effect does not exist here. Values that ask for it are refused by name."}
+def _unsupported(neutral: list[Any], instead: str) -> dict[str, Any]:
+    """Return the schema of a field whose effect does not exist. `instead`: the field that takes its place, or empty."""
+    advice = f" Use `{instead}`." if instead else ""
+    meaning = f"Its effect does not exist here. Values that ask for it are refused by name.{advice}"
+    return {"enum": [*neutral, None], "description": meaning}
 
 
 def _limit(name: str, limit: Limit, kind: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _STATELESS: Final[dict[str, Any]] = {
     "store": False,
     "truncation": "disabled",
 }
-"""The fields of every answer whose other values are refused in requests."""
+"""Fields of every answer. A request that sets one of them to another value is refused."""
 
 
 class ResponseWriter:

@@ -58,6 +58,7 @@ classes: {chat: 0.7, batch: {weight: 0.3, prompt: 400}}
         ("random:9/5", ["sauce"], "NAME=VALUE, got 'sauce'"),
         ("random:9/5", ["source.prompt.mean=1", "source.prompt.mean.x=2"], "prompt is not a section"),
         ("random:9/5", ["arrivals={kind: ["], "arrivals is not valid YAML"),
+        ("examples/requests.jsonl", [], "is given as jsonl:examples/requests.jsonl"),
         ("random:9/5", ["classes={a: 0}"], r"Expected `float` > 0.0 - at `\$.classes"),
         ("random:9/5", ["classes={a: .inf}"], "weights must be finite"),
         ("random:9/5,prompt={kind: list", [], "is not valid YAML"),

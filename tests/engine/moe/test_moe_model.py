@@ -25,7 +25,7 @@ MLPS = (
     MoeSpec(8, 3, 40, "sigmoid", True, 2.5, True, 4, 2, "best_two", 40),
 )
 SPEC = ModelSpec(VOCAB, HIDDEN, tuple(LayerSpec(ATTENTION, mlp, NORM) for mlp in MLPS), NORM, 1024, True)
-CARD = ModelCard("mixed", "MixedForCausalLM", SPEC, NAMES, (2,), 1, "0" * 16)
+CARD = ModelCard("mixed", "MixedForCausalLM", SPEC, NAMES, (2,), "0" * 16)
 
 
 def draw(*shape: int) -> Tensor:

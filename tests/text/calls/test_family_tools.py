@@ -163,7 +163,7 @@ def test_what_a_template_shows_of_calls_is_what_its_parser_reads(form: str, trai
     source, before, after = FAMILIES[form]
     template = ChatTemplate(source, TOKENS)
     assert call_form("auto", source) == form
-    assert template.renders_tools
+    template.check_tools()
     assert template.renders_calls
     talk: list[dict[str, Any]] = [{"role": "user", "content": "Go"}, message_of(CALLS)]
     text = template.render_chat(talk, TOOLS, add_generation_prompt=False)
