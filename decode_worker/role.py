@@ -153,15 +153,9 @@ class DecodeRole:
 
     def _bind(self, command: decode_pb2.Bind) -> None:
         handle = Handle(command.handle)
-        if refuse(self._host, handle, command.request_id):
-            return
         try:
             spec, resumed = read_request(command, self._host)
-            prompt_len = len(spec.prompt_ids) + len(resumed)
-            if self._host.draining:
-                self._no_room(handle, command.request_id, prompt_len)
-                return
-            if spec.constraint is None:
+            if spec.constraint is None or self._host.draining:
                 self._begin(command, spec, resumed, None)
             else:
                 then = functools.partial(self._begin, command, spec, resumed)
@@ -172,8 +166,14 @@ class DecodeRole:
     def _begin(
         self, command: decode_pb2.Bind, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
     ) -> None:
-        """Ask the engine for the room of a request. Raises `Overloaded`."""
+        """Ask the engine for the room of a request. Raises `Overloaded`. A worker that began to drain while the grammar was
+        compiled begins nothing new."""
         handle, prompt_len = Handle(command.handle), len(spec.prompt_ids) + len(resumed)
+        if refuse(self._host, handle, command.request_id):
+            return
+        if self._host.draining:
+            self._no_room(handle, command.request_id, prompt_len)
+            return
         seq_id = self._host.next_seq_id(handle)
         self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed, grammar))
         local = int(command.local_prefill)

@@ -63,11 +63,13 @@ def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, u
         return [f"{ask.name} never ended"]
     if outcome.ended_s > bound_s:
         found.append(f"{ask.name} ended at {outcome.ended_s:.2f} s, later than {bound_s:.2f} s")
-    expected = answer(ask.prompt, ask.params)
+    expected = answer(ask.prompt, ask.params, ask.constraint)
     found += [f"{ask.name}: {problem}" for problem in _compare(outcome, expected)]
     error = outcome.error
     too_long = unequal and isinstance(error, InvalidRequest) and "max_model_len" in error.message
-    if error is not None and error.code in NEVER and not too_long:
+    costly = f"the mask of output token {len(expected.ids)} needs too much work"  # the client may lack tokens on their way
+    too_costly = isinstance(error, InvalidRequest) and expected.finish_reason is None and costly in error.message
+    if error is not None and error.code in NEVER and not too_long and not too_costly:
         found.append(f"{ask.name}: failed with {error.code.value}: {error.message}")
     if error is not None and error.code is ErrorCode.DEADLINE_EXCEEDED and had_time:
         found.append(f"{ask.name}: hung until its deadline: {error.message}")
@@ -77,6 +79,21 @@ def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, u
 
 
 def _compare(outcome: Outcome, expected: Answer) -> list[str]:
+    return _compare_output(outcome, expected) or _compare_scores(outcome, expected)
+
+
+def _compare_scores(outcome: Outcome, expected: Answer) -> list[str]:
+    """Compare the scores of the prompt, which come once: with the first delta."""
+    first, *others = [delta.prompt_logprobs for delta in outcome.deltas] or [expected.scores]
+    if again := sum(map(len, others)):
+        return [f"{again} scores of the prompt came after the first delta"]
+    if len(first) != len(expected.scores):
+        return [f"{len(first)} scores of the prompt came instead of {len(expected.scores)}"]
+    wrong = [i for i, (ours, theirs) in enumerate(zip(expected.scores, first, strict=True), 1) if ours != theirs]
+    return [f"wrong score of prompt token {wrong[0]}: the KV of its past was not what it should be"] if wrong else []
+
+
+def _compare_output(outcome: Outcome, expected: Answer) -> list[str]:
     ids: list[int] = []
     text = ""
     for delta in outcome.deltas:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
+from faultsim.oracle import COSTLY, MAX_MODEL_LEN, VOCAB_SIZE
 from faultsim.router import SimRouter
 from pdserve.core.errors import Cancelled, PdserveError, ReplicaLost
 from pdserve.core.sampling import SEED_LIMIT, Placement, SamplingParams
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from router.api.answer import Delta, Report
 from router.api.request import GenerateInput
 
@@ -19,6 +20,8 @@ CALM_DEADLINE_S: Final = 20.0
 SIBLING_S: Final = 1e-6
 """A front end submits the choices of a prompt one right after the other."""
 _STOPS: Final = ("ab", "b a", "é", "\n")
+CONSTRAINTS: Final = tuple(Constraint(ConstraintKind.REGEX, text) for text in ("one", "two", "three", COSTLY))
+"""The constraints of all requests. They are few, so that requests share them, and more than a worker keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Ask:
     priority: int = 0
     leaves_after_s: float | None = None  # the client cancels after this time; None: it stays
     leader: str = ""  # the request of which this is another choice, by name
+    constraint: Constraint | None = None
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         "ignore_eos": params.ignore_eos,
         "include_stop_str_in_output": params.include_stop_str_in_output,
         "skip_special_tokens": params.skip_special_tokens,
+        **({} if params.prompt_logprobs is None else {"prompt_logprobs": params.prompt_logprobs}),
     }
     return GenerateInput(
         prompt=ask.prompt,
@@ -120,6 +125,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         placement=ask.placement,
         options={"priority": ask.priority},
         leader=ask.leader,
+        constraint=ask.constraint,
     )
 
 
@@ -151,6 +157,24 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
         placement=rng.choice((None, None, None, Placement.COLOCATED, Placement.DISAGGREGATED)),
         leaves_after_s=rng.uniform(0.0, 0.6) if leaves else None,
     )
+
+
+def with_scores(asks: list[Ask], rng: random.Random, share: float) -> list[Ask]:
+    """Let a share of the requests ask for the scores of their prompts, with up to two likeliest ids for each token."""
+    return [
+        replace(ask, params=replace(ask.params, prompt_logprobs=rng.choice((0, 1, 2)))) if rng.random() < share else ask
+        for ask in asks
+    ]
+
+
+def with_constraints(asks: list[Ask], rng: random.Random, share: float) -> list[Ask]:
+    """Give a share of the requests a constraint. Such a request asks for no least length."""
+    return [
+        replace(ask, constraint=rng.choice(CONSTRAINTS), params=replace(ask.params, min_tokens=0))
+        if rng.random() < share
+        else ask
+        for ask in asks
+    ]
 
 
 def with_siblings(asks: list[Ask], rng: random.Random, share: float, *, unruly: bool) -> list[Ask]:

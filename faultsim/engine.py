@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from faultsim.oracle import CARD, EOS, chain, draw
+from faultsim.oracle import CARD, EOS, VOCAB_SIZE, chain, draw, score
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum
-from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
+from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.sim.process import Process
@@ -81,10 +81,20 @@ class SimKv:
         if self.no_numbers or not piece.samples:
             return [(NO_TOKEN, None)] * len(piece.samples)
         ends = range(position - len(piece.samples) + 1, position + 1)
-        return [
-            (draw(self._tags(piece, end, end - 1), s.params, s.output_index, s.banned_ids), None)
-            for end, s in zip(ends, piece.samples, strict=True)
-        ]
+        return [self._take(piece, end, spec) for end, spec in zip(ends, piece.samples, strict=True)]
+
+    def _take(self, piece: SequenceSlice, end: int, spec: SampleSpec) -> Sampled:
+        """Score the known token after tokens [0, end), or draw one that the mask allows."""
+        tags = self._tags(piece, end, end - 1)
+        if spec.scored is not None:
+            return spec.scored, score(tags, spec.scored, spec.params.prompt_logprobs or 0)
+        if spec.grammar is None:
+            return draw(tags, spec.params, spec.output_index, spec.banned_ids), None
+        mask = spec.grammar.mask()
+        if mask is None:
+            return NO_TOKEN, None
+        allowed = [i for i in range(VOCAB_SIZE) if mask[i // 8] >> i % 8 & 1]
+        return draw(tags, spec.params, spec.output_index, spec.banned_ids, allowed), None
 
     def _tags(self, piece: SequenceSlice, end: int, query: int) -> list[int]:
         """Return the tags of tokens [0, end), as the token at position `query` sees them, without what differs between groups.
@@ -180,6 +190,9 @@ class SimEngine:
         self._settle()
         if early is not None:
             self._tell(early)
+        for spec in plan.specs:
+            if spec.grammar is not None:
+                spec.grammar.mask()  # as the thread of the masks does, while the model runs
         if plan.slices:
             step_s = STEP_S + TOKEN_S * plan.num_tokens
             self._process.engine_loop.call_later(step_s, self._finish, plan, step_s)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from faultsim.client import CONSTRAINTS, Ask
 from faultsim.engine import BLOCK_SIZE
 from faultsim.faults import Fault, FaultKind
 from faultsim.oracle import MAX_MODEL_LEN
@@ -147,6 +148,7 @@ def run_matrix(
 def _run(census: Census, *, rough: bool) -> RunReport:
     rng = random.Random(f"{SEED} matrix")
     asks = draw_asks(rng, NUM_ASKS, until_s=UNTIL_S / 2, unruly=False)
+    asks = [_with_field(number, ask) for number, ask in enumerate(asks)]
     if not rough:
         return simulate(SEED, Shape(), calm_plan(UNTIL_S), asks, census)
     crowd = draw_asks(rng, 2 * NUM_ASKS, until_s=0.5, unruly=False)
@@ -155,6 +157,13 @@ def _run(census: Census, *, rough: bool) -> RunReport:
     shape = with_prefix_caching(Shape(), True)
     tight = replace(shape, decode=replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE))
     return simulate(SEED, tight, plan, asks, census)
+
+
+def _with_field(number: int, ask: Ask) -> Ask:
+    """Give a third of the requests a constraint, and let a third ask for the scores of their prompts."""
+    if number % 3 == 0:
+        return replace(ask, params=replace(ask.params, min_tokens=0), constraint=CONSTRAINTS[number % 2])
+    return replace(ask, params=replace(ask.params, prompt_logprobs=1)) if number % 3 == 1 else ask
 
 
 def _must_succeed(cell: Cell, report: RunReport) -> list[str]:

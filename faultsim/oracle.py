@@ -3,6 +3,9 @@
 The fake model's KV of a token is its *tag*, a chained hash of all tokens up to it. A token is drawn from the tags of the
 whole sequence, which are read through the block table. So one stale, foreign or missing block changes all later tokens.
 The oracle computes the tags from the token ids alone.
+
+The score of a prompt token comes from the tags of all tokens before it. A constraint is a toy language: the tokens that it
+allows depend on all output tokens before.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
+from zlib import crc32
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.llama import LLAMA, llama_spec
+from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.model_spec import RopeSpec
 from pdserve.core.sampling import FinishReason, SamplingParams, uniform
+from pdserve.core.structured.constraint import Constraint
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.text.utf8 import Utf8Stream
@@ -22,6 +28,9 @@ from pdserve.text.utf8 import Utf8Stream
 VOCAB_SIZE: Final = 64
 EOS: Final = 1
 MAX_MODEL_LEN: Final = 160
+NUM_ALLOWED: Final = 6  # of the ids that a constraint allows, besides the end of the sequence
+COSTLY: Final = "costly"
+"""A constraint whose text begins so has places where the next mask takes too much work."""
 _CHAIN_START: Final = 0x5EED
 _MASK: Final = (1 << 61) - 1
 
@@ -80,12 +89,63 @@ def tags_of(ids: Iterable[int]) -> list[int]:
     return tags
 
 
-def draw(tags: Sequence[int], params: SamplingParams, index: int, banned_ids: Sequence[int]) -> int:
-    """Draw output token `index` from the tags of all tokens before it. It is none of `banned_ids`."""
-    token_id = int(uniform(hash((params.seed, *tags)) & _MASK, index) * VOCAB_SIZE)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place that an output has reached in a toy language. It depends on every output token and on their order, so a
+    grammar that misses a token, takes one twice, or takes one of the prompt, allows other tokens."""
+
+    tag: int
+    ended: bool = False
+    costly: bool = False
+
+    @classmethod
+    def start(cls, text: str) -> Place:
+        """Return the place before the first output token, in the language of a constraint."""
+        return cls(chain(None, crc32(text.encode())), costly=text.startswith(COSTLY))
+
+    @property
+    def fails(self) -> bool:
+        """True when the next mask would take too much work."""
+        return self.costly and (self.tag >> 30) % 8 == 0
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """The ids that may come next, in ascending order."""
+        if self.ended:
+            return (EOS,)
+        first, stride = self.tag % VOCAB_SIZE, 2 * (self.tag >> 6) + 1
+        ids = {(first + i * stride) % VOCAB_SIZE for i in range(NUM_ALLOWED)} - {EOS}
+        return tuple(sorted(ids | {EOS} if (self.tag >> 20) % 3 == 0 else ids))
+
+    def after(self, token_id: int) -> Place:
+        """Return the place after one more token, which must be allowed."""
+        tag = chain(self.tag, token_id)
+        return Place(tag, token_id == EOS or (tag >> 40) % 24 == 0, self.costly)
+
+
+def draw(
+    tags: Sequence[int],
+    params: SamplingParams,
+    index: int,
+    banned_ids: Sequence[int],
+    allowed: Sequence[int] = range(VOCAB_SIZE),
+) -> int:
+    """Draw output token `index` from the tags of all tokens before it. It is one of `allowed` and none of `banned_ids`.
+
+    Nothing is banned where a constraint allows some ids alone.
+    """
+    token_id = allowed[int(uniform(hash((params.seed, *tags)) & _MASK, index) * len(allowed))]
     while token_id in banned_ids:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
+
+
+def score(tags: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
+    """Return the score of a prompt token after tokens with these tags, with `count` likeliest ids. The wire has 32-bit floats,
+    which hold these numbers."""
+    mixed = hash((token_id, *tags)) & _MASK
+    top = tuple(((mixed >> i) % VOCAB_SIZE, -float((mixed >> i) % 509)) for i in range(count))
+    return TokenLogprobs(-float(mixed % 65521) / 256, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +154,47 @@ class Answer:
 
     ids: tuple[int, ...]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None: the grammar fails after these tokens, and the request with it."""
+    scores: tuple[TokenLogprobs, ...] = ()
+    """Those of all prompt tokens but the first, if the request asks for them."""
 
 
-def answer(prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+def answer(prompt: tuple[int, ...], params: SamplingParams, constraint: Constraint | None = None) -> Answer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
+    ids, text, reason = _output(prompt, params, None if constraint is None else Place.start(constraint.text))
+    if params.prompt_logprobs is None:
+        return Answer(ids, text, reason)
+    tags = tags_of(prompt)
+    scores = [score(tags[:i], prompt[i], params.prompt_logprobs) for i in range(1, len(prompt))]
+    return Answer(ids, text, reason, tuple(scores))
+
+
+def _output(
+    prompt: tuple[int, ...], params: SamplingParams, place: Place | None
+) -> tuple[tuple[int, ...], str, FinishReason | None]:
+    """Return the ids, the text and the finish reason of the output."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
     text = OutputText.of(TOKENIZER, params)
     ids: list[int] = []
     pieces: list[str] = []
     tags = tags_of(prompt)
     while True:
-        token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else ())
+        if place is not None and place.fails:
+            return tuple(ids), "".join(pieces), None
+        allowed = range(VOCAB_SIZE) if place is None else place.allowed
+        token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else (), allowed)
+        place = None if place is None else place.after(token_id)
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))
         ended = len(ids) >= params.min_tokens and token_id in stop_ids
         if ended and not params.include_stop_str_in_output:
-            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
+            return tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP
         step = text.push(token_id)
         pieces.append(step.text)
         if step.stopped:
-            return Answer(tuple(ids), "".join(pieces), FinishReason.STOP)
-        if ended:
-            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP)
+            return tuple(ids), "".join(pieces), FinishReason.STOP
+        if ended or (place is not None and place.ended):
+            return tuple(ids), "".join(pieces) + text.flush(), FinishReason.STOP
         if len(ids) >= params.max_tokens or len(prompt) + len(ids) >= MAX_MODEL_LEN:
-            return Answer(tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH)
+            return tuple(ids), "".join(pieces) + text.flush(), FinishReason.LENGTH

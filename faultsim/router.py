@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
+from faultsim.grammars import SimChecker
 from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from faultsim.recorded import MemoryNotes
 from faultsim.worker import HEARTBEAT_S, LAYOUT, LOST_S
@@ -40,6 +41,7 @@ class SimRouter:
         self._incarnation = Incarnation(rng.getrandbits(64))
         self._config = config or CONFIG
         self._seed = rng.getrandbits(64)
+        self._checker = SimChecker(random.Random(self._seed))
         self.service: RouterService | None = None
         self.notes = MemoryNotes(self._config, CARD.fingerprint, self._seed)
 
@@ -53,6 +55,7 @@ class SimRouter:
         """Start the service and its links, on the process's loop."""
         service = RouterService(self._config, MODEL, notes=self.notes, clock=self.process.loop.time, seed=self._seed)
         service.incarnation = self._incarnation  # this one comes from the seed
+        service._grammars._checker = self._checker
         server = FakeServer()
         assert isinstance(service.links, LinkService)
         link_pb2_grpc.add_WorkerLinkServicer_to_server(service.links, server)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
-from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask, with_siblings
+from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask, with_constraints, with_scores, with_siblings
 from faultsim.engine import BLOCK_SIZE
 from faultsim.faults import (
     WORKERS,
@@ -26,12 +26,12 @@ from faultsim.faults import (
     with_role_flips,
     with_wrong_keys,
 )
-from faultsim.oracle import VOCAB_SIZE
+from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
 from faultsim.worker import LOST_S
 from faultsim.world import LEASE, Shape, World
-from pdserve.core.sampling import Placement
+from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.sim.network import Weather
 
 FAULTS_S: Final = 12.0
@@ -84,6 +84,7 @@ def run_seed(seed: int) -> RunReport:
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     asks = _with_priorities(asks, random.Random(f"{seed} priorities"))
+    asks = _with_fields(asks, seed)
     groups = random.Random(f"{seed} groups")
     asks = with_siblings(asks, groups, groups.choice((0.0, 0.3)), unruly=True)
     return simulate(seed, shape, plan, asks, Census())
@@ -114,6 +115,29 @@ def run_with_role_flips(seed: int) -> RunReport:
         _with_kv_dtypes(with_prefix_caching(Shape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
     return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_preemptions(seed: int) -> RunReport:
+    """Make a run without faults in which prompts are computed where their outputs are, and some outputs take the blocks of
+    others: pools are small, and a hundred short outputs have taught the router that all are short."""
+    rng = random.Random(f"{seed} preemptions")
+    asks = draw_asks(random.Random(f"{seed} workload"), 24, until_s=0.2, unruly=False)
+    asks = with_constraints(with_scores(asks, rng, 0.5), rng, 0.5)
+    asks = [replace(ask, at_s=ask.at_s + 2.0, params=replace(ask.params, max_tokens=60)) for ask in asks]
+    short = replace(asks[0], prompt=(2,), params=SamplingParams(max_tokens=1), constraint=None)
+    asks += [replace(short, name=f"short{i}", at_s=0.3 + 0.015 * i) for i in range(100)]
+    asks = [replace(ask, placement=Placement.COLOCATED) for ask in asks]
+    dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
+    shape = with_prefix_caching(_with_kv_dtypes(Shape(), *dtypes), bool(seed & 4))
+    narrow = replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE, max_num_batched_tokens=8)
+    return simulate(seed, replace(shape, decode=narrow), calm_plan(6.0), asks, Census())
+
+
+def _with_fields(asks: list[Ask], seed: int) -> list[Ask]:
+    """Let requests of half of the runs have scored prompts, and requests of half of the runs constraints."""
+    scores, constraints = random.Random(f"{seed} scores"), random.Random(f"{seed} constraints")
+    asks = with_scores(asks, scores, scores.choice((0.0, 0.4)))
+    return with_constraints(asks, constraints, constraints.choice((0.0, 0.4)))
 
 
 def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:

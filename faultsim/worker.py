@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
 from faultsim.engine import BLOCK_SIZE, SimEngine, SimKv
+from faultsim.grammars import GrammarThread, SimCompiler
 from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from faultsim.staging import SimConverter, make_staging
 from faultsim.transfer import Pools, SimTransfer
@@ -119,6 +120,9 @@ class SimWorker:
             for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
         )
         self._config = self._make_config()
+        self._grammars = SimCompiler()
+        thread = GrammarThread(process, random.Random(rng.getrandbits(64)), reached)
+        process.loop.in_thread = thread.run
         self.view = EngineView(
             self.engine.snapshot(), self.engine.submit, step_timeout_s=STEP_TIMEOUT_S, prefix_caching=shape.prefix_caching
         )
@@ -188,7 +192,10 @@ class SimWorker:
         self.view.submit(command)
 
     def _send(self, message: link_pb2.WorkerMessage) -> None:
-        """Send a message to the router. The next delta with added keys may go wrong."""
+        """Send a message to the router. The next delta with added keys may go wrong. Scores go out with token 0 alone."""
+        late = [row.index for row in message.step_batch.rows if row.index and row.prompt_logprobs.chosen]
+        if late:
+            self.process.timeline.errors.append(f"{self.worker_id} sends the scores of a prompt with token {late[0]}")
         delta = message.prefix_delta
         if self.wrong_delta and delta.added and not delta.full:
             wrong, self.wrong_delta = self.wrong_delta, ""
@@ -255,6 +262,7 @@ class SimWorker:
             staging=self.staging,
             ticket_secret=self._ticket_secret,
             seq_ids=self.view.seq_ids,
+            start_grammar=self._grammars.start,
         )
 
     def _make_config(self) -> WorkerConfig:

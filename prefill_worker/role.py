@@ -162,13 +162,9 @@ class PrefillRole:
 
     def _prefill(self, command: prefill_pb2.Prefill) -> None:
         handle = Handle(command.handle)
-        if refuse(self._host, handle, command.request_id):
-            return
         try:
-            if self._host.draining:  # a router without `Refused` takes this for a failure
-                raise Unavailable("this worker is draining")
             spec, resumed = read_request(command, self._host)
-            if spec.constraint is None:
+            if spec.constraint is None or self._host.draining:
                 self._begin(command, spec, resumed, None)
             else:
                 then = partial(self._begin, command, spec, resumed)
@@ -179,8 +175,13 @@ class PrefillRole:
     def _begin(
         self, command: prefill_pb2.Prefill, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
     ) -> None:
-        """Give a request to the engine. Raises `Overloaded`."""
+        """Give a request to the engine. Raises `Overloaded`, and `Unavailable` while the worker drains. It may have begun to
+        drain while the grammar was compiled."""
         handle = Handle(command.handle)
+        if refuse(self._host, handle, command.request_id):
+            return
+        if self._host.draining:  # a router without `Refused` takes this for a failure
+            raise Unavailable("this worker is draining")
         seq_id = self._host.next_seq_id(handle)
         self._host.submit(AddLent(seq_id, spec, resumed, grammar))
         output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed, eos_token_ids=self._host.card.eos_token_ids)

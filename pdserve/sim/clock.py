@@ -13,7 +13,8 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 MAX_AT_ONCE: Final = 100_000
 """The most callbacks at one moment. More of them mean a loop that never waits."""
@@ -97,6 +98,8 @@ class SimLoop(_Base):
         self.dead = False
         self.frozen = False
         self.backlog: list[events.Handle] = []
+        self.in_thread: Callable[[Callable[[], Any], asyncio.Future[Any]], None] | None = None
+        """Does work as a thread of an executor would, and sets the future on this loop. None: there is no such thread."""
         self._timeline = timeline
         self._rate = rate
         self._offset_s = offset_s
@@ -154,9 +157,12 @@ class SimLoop(_Base):
         """Make a task of this loop."""
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """Raise AssertionError, since a real thread would break the simulation."""
-        raise AssertionError("a thread in the simulation")
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Give the call to `in_thread`. Asserts that it is set, since a real thread would break the simulation."""
+        assert self.in_thread is not None, "a thread in the simulation"
+        done = self.create_future()
+        self.in_thread(partial(func, *args), done)
+        return done
 
     def get_debug(self) -> bool:
         """Return False: asyncio's debug mode is off."""

@@ -52,13 +52,17 @@ class Compiler:
         return State(matcher.deep_copy(), partial(self._forget, constraint))
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
-        matcher = compile_grammar(self._vocabulary, constraint)
+        matcher = self._matcher_of(constraint)
         with self._lock:
             matcher = self._grammars.setdefault(constraint, matcher)
             self._grammars.move_to_end(constraint)
             while len(self._grammars) > self._capacity:
                 self._grammars.popitem(last=False)
         return matcher
+
+    def _matcher_of(self, constraint: Constraint) -> llguidance.LLMatcher:
+        """Let the library compile. A simulation has another one."""
+        return compile_grammar(self._vocabulary, constraint)
 
     def _forget(self, constraint: Constraint) -> None:
         """Forget a grammar that has failed. Its lexer may be used up, and a new one begins afresh."""

@@ -18,6 +18,7 @@ from pdserve.core.ids import BlockId, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec, Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
@@ -284,6 +285,30 @@ def test_a_worker_that_drains_refuses_and_begins_nothing(command):
             assert getattr(said, answer).handle == FIRST
             assert not worker.commands
             assert worker.role.idle
+
+    run(story)
+
+
+@pytest.mark.parametrize("command", [bind, prefill])
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_worker_that_drains_while_a_grammar_is_compiled_begins_nothing(command, drains):
+    """The request had come before the drain, and the router hears that nothing has begun."""
+
+    async def story() -> None:
+        worker = bench(DecodeRole if command is bind else PrefillRole)
+        role = cast(Any, worker.role)
+        role._compilations._start_grammar = lambda constraint: None
+        message = command(FIRST)
+        constrained = RequestSpec(PROMPT, PARAMS, constraint=Constraint(ConstraintKind.REGEX, "a"))
+        getattr(message, message.WhichOneof("body")).spec.CopyFrom(codec.spec_to_wire(constrained))
+        role.on_command(message)
+        assert not role.idle
+        role._host.draining, role._host.link_version = drains, 1
+        await asyncio.gather(*role._compilations._tasks.values())
+        assert [said.WhichOneof("body") for said in worker.said] == ["refused"] * drains
+        assert len(worker.commands) == 1 - drains
+        assert role.idle == drains
+        await role.close()
 
     run(story)
 

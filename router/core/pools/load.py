@@ -25,23 +25,39 @@ class Rates:
     def __init__(self) -> None:
         self._known: dict[LinkId, int] = {}
         self._sum = 0
+        self._noted = False
         self.counted_mean = 0.0
         """The mean that counts, in tokens a second. 0: no rate is known."""
 
-    def note(self, link: LinkId, tokens_per_s: float) -> bool:
-        """Take in the rate of a worker; 0 stands for an unknown one, and for a worker that has left. True: the mean that
-        counts has changed."""
+    def note(self, link: LinkId, tokens_per_s: float) -> None:
+        """Take in the rate of a worker; 0 stands for an unknown one, and for a worker that has left. `settle` follows."""
         rate = _thousandths(tokens_per_s)
         if rate == self._known.get(link, 0):
-            return False
+            return
         self._sum += rate - self._known.pop(link, 0)
         if rate:
             self._known[link] = rate
-        mean = self._sum / (1000 * len(self._known)) if self._known else 0.0
-        if mean and abs(mean - self.counted_mean) <= DRIFT_SHARE * self.counted_mean:
+        self._noted = True
+
+    def settle(self) -> bool:
+        """Let the mean that counts follow the true one if that has drifted. True: it has changed.
+
+        The result depends on the moments of the calls. So only the core's own questions settle, which a replay repeats.
+        """
+        if not self._noted:
+            return False
+        self._noted = False
+        mean = self._mean()
+        if mean == self.counted_mean or (mean and not self._drifted(mean)):
             return False
         self.counted_mean = mean
         return True
+
+    def _mean(self) -> float:
+        return self._sum / (1000 * len(self._known)) if self._known else 0.0
+
+    def _drifted(self, mean: float) -> bool:
+        return abs(mean - self.counted_mean) > DRIFT_SHARE * self.counted_mean
 
     def counted(self, tokens_per_s: float) -> float:
         """Return the rate that a worker's own rate counts as: the mean if it is unknown or near. 0: none is known."""
@@ -49,13 +65,12 @@ class Rates:
         return tokens_per_s if _thousandths(tokens_per_s) and abs(tokens_per_s - mean) > NOISE_SHARE * mean else mean
 
     def check_invariants(self, rates: Mapping[LinkId, float]) -> None:
-        """Assert that the mean that counts is near that of the workers' rates."""
+        """Assert that all rates are known, and that the mean that counts was near theirs when it was settled."""
         fresh = Rates()
         for link, rate in rates.items():
             fresh.note(link, rate)
         assert (self._known, self._sum) == (fresh._known, fresh._sum)
-        mean = self._sum / (1000 * len(self._known)) if self._known else 0.0
-        assert abs(mean - self.counted_mean) <= DRIFT_SHARE * self.counted_mean
+        assert self._noted or not self._drifted(self._mean())
 
 
 def _thousandths(tokens_per_s: float) -> int:

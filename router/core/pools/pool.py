@@ -107,12 +107,16 @@ class Pool:
     def update(self, link: LinkId, worker: Worker | None) -> None:
         """Take in what has changed on a worker, or that it has left. It may be repeated after it has failed."""
         rate = 0.0 if worker is None or self._role is not Role.PREFILL else worker.load.prompt_tokens_per_s
-        self._mean_moved = self._rates.note(link, rate) or self._mean_moved
-        if self._mean_moved:
-            for other, its in list(self._workers.items()):
-                self._sort(other, its)
-            self._mean_moved = False
+        self._rates.note(link, rate)
         self._sort(link, worker)
+
+    def settle(self) -> None:
+        """Sort all workers anew if the mean rate has moved. It may be repeated after it has failed."""
+        self._mean_moved = self._rates.settle() or self._mean_moved
+        if self._mean_moved:
+            for link, worker in list(self._workers.items()):
+                self._sort(link, worker)
+            self._mean_moved = False
 
     def _sort(self, link: LinkId, worker: Worker | None) -> None:
         old = self._states.get(link)

@@ -17,7 +17,12 @@ class Pools:
         self.decode = Pool(Role.DECODE, ledger.charged)
 
     def refresh(self) -> None:
-        """Take in all workers that have changed since the last call."""
+        """Take in all workers that have changed since the last call, and let the mean rates follow."""
+        self._update()
+        self.prefill.settle()
+        self.decode.settle()
+
+    def _update(self) -> None:
         changed = self._registry.changed
         while changed:
             link, role = next(iter(changed.items()))
@@ -44,7 +49,8 @@ class Pools:
         return self.prefill.tier_changes + self.decode.tier_changes
 
     def check_invariants(self) -> None:
-        """Assert that both pools are what they would be if they were made anew."""
-        self.refresh()
+        """Assert that both pools are what they would be if they were made anew. The mean rates stay as they are: a recording
+        does not tell when this was asked, and its replay must decide the same."""
+        self._update()
         for role in Role:
             self.of(role).check_invariants({worker.link: worker for worker in self._registry.of_role(role)})
