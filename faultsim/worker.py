@@ -121,7 +121,7 @@ class SimWorker:
         )
         self._config = self._make_config()
         self._grammars = SimCompiler()
-        thread = GrammarThread(process, random.Random(rng.getrandbits(64)), reached)
+        thread = GrammarThread(process, random.Random(self.incarnation), reached)
         process.loop.in_thread = thread.run
         self.view = EngineView(
             self.engine.snapshot(), self.engine.submit, step_timeout_s=STEP_TIMEOUT_S, prefix_caching=shape.prefix_caching

@@ -111,12 +111,12 @@ def test_the_checker_wants_a_grammar_to_fail_where_it_must() -> None:
 FOUND_BY = {
     "a_replay_starts_its_grammar_anew": 4,
     "an_output_goes_on_behind_its_grammar": 3,
-    "a_cancelled_request_begins_once_it_is_compiled": 11,
+    "a_cancelled_request_begins_once_it_is_compiled": 38,
     "requests_of_a_lost_link_begin_once_they_are_compiled": 113,
-    "a_drain_begins_what_was_compiled_meanwhile": 41,
+    "a_drain_begins_what_was_compiled_meanwhile": 50,
     "a_scored_prompt_takes_shared_blocks": 8,
     "scores_go_out_with_each_token": 2,
-    "a_replay_scores_its_prompt_again": 2,
+    "a_replay_scores_its_prompt_again": 6,
 }
 """The first seed that found it when this was written, which saves the seeds before it. The others are found by seed 1."""
 
