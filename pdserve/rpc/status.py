@@ -9,6 +9,7 @@ import grpc
 from pdserve.core import errors
 from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S, TABLE, retry_after_s
 from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.structured.constraint import FIELD
 from pdserve.rpc.v1 import common_pb2
 
 REASON_METADATA: Final = "pdserve-error-reason"
@@ -32,7 +33,8 @@ def from_reason(reason: int, message: str) -> PdserveError:
     code = ErrorCode.__members__.get(name, ErrorCode.INTERNAL_BUG)
     cls = CLASSES[code]
     if issubclass(cls, errors.InvalidRequest):
-        return cls(message, field="request")  # a worker does not know the client's field
+        # Of the fields that a worker names, the client knows this one alone.
+        return cls(message, field=FIELD if message.startswith(f"{FIELD}: ") else "request")
     if issubclass(cls, errors.Overloaded):
         return cls(message, retry_after_s=DEFAULT_RETRY_AFTER_S)
     return cls(message)

@@ -51,9 +51,9 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Shape], field: str = "") -
     except msgspec.ValidationError as exc:
         raise _refusal(exc, field) from exc
     except RecursionError as exc:
-        raise refuse("body", "is nested too deeply") from exc
+        raise refuse(field or "body", "is nested too deeply") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise refuse("body", f"is not valid JSON: {show(str(exc).removeprefix('JSON is malformed: '))}") from exc
+        raise refuse(field or "body", f"is not valid JSON: {show(str(exc).removeprefix('JSON is malformed: '))}") from exc
 
 
 def convert(value: Any, shape: type[Shape], field: str) -> Shape:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from http_fakes import MODEL, WORDS, FakeApi, app_of
 from raw_http import asgi_post
+
+from router.openai.echo import PromptView
 
 MESSAGES = [{"role": "user", "content": "hi"}] * 3
 PROMPT = list(range(3, 153))  # more than two pieces; the fake's own ids of it are 0, 1, 2, ...
@@ -76,3 +80,40 @@ def test_prompt_logprobs_list_each_token_by_id(path: str) -> None:
         only = post(path, **prompt, prompt_logprobs=0, echo=True, logprobs=3, max_tokens=1).json["choices"][0]
         assert only["prompt_logprobs"][5] == {"5": {"logprob": -5.25, "decoded_token": WORDS[5]}}
         assert len(only["logprobs"]["top_logprobs"][2]) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_others_have_their_turn_between_pieces_of_the_prompts_of_many_choices(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 64 tokens of 128 prompts took half a second together."""
+    written: list[str] = []
+
+    def noted(pieces: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def of(view: PromptView, *given: Any) -> Iterator[Any]:
+            for piece in pieces(view, *given):
+                written.append("piece")
+                yield piece
+
+        return of
+
+    monkeypatch.setattr(PromptView, "echoed", noted(PromptView.echoed))
+    monkeypatch.setattr(PromptView, "listed", noted(PromptView.listed))
+
+    async def run() -> Any:
+        async def others() -> None:
+            while True:
+                written.append("turn")
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        listed = {} if stream else {"prompt_logprobs": 1}
+        body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 2, "n": 8, "stream": stream} | listed
+        try:
+            return await asgi_post(app_of(FakeApi()), "/v1/completions", json.dumps(body).encode())
+        finally:
+            task.cancel()
+
+    assert asyncio.run(run()).status == 200
+    assert written.count("piece") == 8 * 3 * (1 if stream else 2)
+    assert ("piece", "piece") not in itertools.pairwise(written)

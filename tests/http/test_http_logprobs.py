@@ -54,8 +54,12 @@ class Watched:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8,000 tokens with 20 log-probabilities each took 0.8 s at once. Others have their turn between any two tokens."""
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_long_answer_with_logprobs_lets_the_loop_go_on(
+    path: str, stream: bool, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8,000 tokens with 20 log-probabilities each took 0.8 s at once. Others have their turn between any two tokens, and not
+    only after a token of each choice."""
     turns: list[int] = []
     most: list[int] = []
     monkeypatch.setattr(
@@ -71,7 +75,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(others())
-        body = json.dumps({"model": MODEL, "stream": stream, **PATHS[path]}).encode()
+        body = json.dumps({"model": MODEL, "stream": stream, "n": n, **PATHS[path]}).encode()
         try:
             return await asgi_post(app_of(Finished()), path, body)
         finally:
@@ -79,7 +83,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(path: str, stream: bool
 
     answer = asyncio.run(run())
     assert answer.status == 200
-    assert most == [1] * TOKENS
+    assert most == [1] * TOKENS * n
     marks = [i for i, turn in enumerate(turns) if turn == -1]
     assert all(1 in turns[a:b] for a, b in itertools.pairwise(marks))
 

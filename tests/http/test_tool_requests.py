@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -126,6 +127,18 @@ def test_bad_tools_name_their_place(field: str, fields: dict[str, Any]) -> None:
         chat(**fields)
     assert caught.value.field == field
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [("tools[1]", {"tools": [json.dumps(NOW), "{"]}), ("template_kwargs", {"template_kwargs": '{"a": NaN}'})],
+)
+def test_a_field_of_grpc_that_is_no_json_is_named(field: str, fields: dict[str, Any]) -> None:
+    prompt = inference_pb2.ChatPrompt(**fields)
+    prompt.messages.add(role="user", content="Hi")
+    with pytest.raises(InvalidRequest, match=rf"^{re.escape(field)}: is not valid JSON") as caught:
+        grpc(prompt)
+    assert caught.value.field == field
 
 
 def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:

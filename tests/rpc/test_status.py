@@ -17,6 +17,7 @@ from pdserve.core.errors import (
     PdserveError,
     ReplicaLost,
 )
+from pdserve.core.structured.constraint import FIELD
 from pdserve.rpc.status import (
     CLASSES,
     DEFAULT_RETRY_AFTER_S,
@@ -85,3 +86,14 @@ def test_a_client_is_told_when_to_come_back_exactly_when_that_helps() -> None:
         told = dict(trailing_metadata(from_reason(to_reason(code), "x")))
         assert (RETRY_AFTER_METADATA in told) == TABLE[code].client_retries
         assert told[REASON_METADATA] == code.value
+
+
+def test_a_grammar_that_fails_on_a_worker_names_the_field_of_the_client() -> None:
+    """Other fields of a worker's errors are those of the link, which no client knows."""
+    reason = to_reason(ErrorCode.INVALID_REQUEST)
+    broken = from_reason(reason, InvalidRequest("the mask needs too much work", field=FIELD).message)
+    assert isinstance(broken, InvalidRequest)
+    assert (broken.field, broken.message) == (FIELD, f"{FIELD}: the mask needs too much work")
+    other = from_reason(reason, InvalidRequest("is empty", field="prompt_ids").message)
+    assert isinstance(other, InvalidRequest)
+    assert (other.field, other.message) == ("request", "request: prompt_ids: is empty")
