@@ -145,8 +145,8 @@ class NativeDecoder:
         self._make_room(len(rows))
         arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), array("i", rows))
         step = library.Step(
-            self.threads, self._layers, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays), self._groups_address,
-            self._block_size, self._logits_address, best.buffer_info()[0],
+            self.threads, self._layers, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
+            self._groups_address, self._block_size, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
