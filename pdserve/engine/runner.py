@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -262,6 +263,14 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Launch a plan and collect its tokens at once, where nothing else is to be done meanwhile."""
         return self.collect(self.launch(plan))
+
+    def take_memory(self, plan: StepPlan) -> None:
+        """Take the memory that a plan's step needs, and keep it where the backend does. The step computes meaningless KV.
+
+        Compiled code takes the memory of all layers before it computes the first one, so it stops after that one.
+        """
+        with self._model.first_layer_alone() if isinstance(self._model, native.NativeDecoder) else nullcontext():
+            self.execute(plan)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

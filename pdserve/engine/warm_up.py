@@ -1,6 +1,6 @@
 """Memory checks of a worker between loading and its first request.
 
-First the largest steps run once. Then their memory is known, and compiled code keeps it. One more step then tells the speed
+First the largest steps take their memory. Then it is known, and compiled code keeps it. One more step then tells the speed
 at which prompts are computed, so that placement can weigh a worker before its first request. Then there must be enough memory
 for the whole KV pool. Then, on a CPU, every page of the pool is touched. Untouched pages would be cheaper while a worker
 idles, but the worker would be killed under load if another process had taken the memory meanwhile.
@@ -47,7 +47,8 @@ class Settled(NamedTuple):
     step_bytes: int
     """Bytes that the largest step takes beside weights and KV."""
     slowest_s: float
-    """Duration of the slowest of these steps; it includes the compilation of kernels."""
+    """Duration of the slowest of these steps; it includes the compilation of kernels. Where only their memory was taken, it
+    is estimated from the step of a prompt."""
     prompt_tokens: int
     """Tokens of a prompt that one more step computed."""
     prompt_s: float
@@ -92,12 +93,12 @@ Taken = Callable[[Callable[[], object]], int]
 
 def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled:
     step_bytes, slowest_s = 0, 0.0
+    plans, prompt = runner.largest_steps(config), runner.prompt_step(config)
     try:
-        for plan in runner.largest_steps(config):
+        for plan in plans:
             began_s = time.monotonic()
-            step_bytes += taken(partial(runner.execute, plan))
+            step_bytes += taken(partial(runner.take_memory, plan))
             slowest_s = max(slowest_s, time.monotonic() - began_s)
-        prompt = runner.prompt_step(config)
         began_s = time.monotonic()
         runner.execute(prompt)
         prompt_s = time.monotonic() - began_s
@@ -110,6 +111,10 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
             f"the system gives this process no thread for a step: lower threads ({config.threads}), or raise its limits of"
             " processes (ulimit -u, pids.max) and of address space (ulimit -v)"
         ) from exc
+    most_tokens = max(plan.num_tokens for plan in plans)
+    slowest_s = max(
+        slowest_s, prompt_s * most_tokens / prompt.num_tokens
+    )  # compiled code has computed one layer of those steps
     return Settled(step_bytes, slowest_s, prompt.num_tokens, prompt_s)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain
 from typing import Final
@@ -112,6 +113,7 @@ class NativeDecoder:
         ropes = {rope_key(one.attention) for one in spec.layers}
         self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
         count = len(spec.layers)
+        self._layers = count
         layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
         windows = array("q", (group.window or 0 for group in kv.spec.groups))
         shape = library.Shape(
@@ -143,11 +145,21 @@ class NativeDecoder:
         self._make_room(len(rows))
         arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), array("i", rows))
         step = library.Step(
-            self.threads, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays), self._groups_address,
-            self._block_size, self._logits_address, best.buffer_info()[0],
+            self.threads, self._layers, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
+            self._groups_address, self._block_size, self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
+
+    @contextmanager
+    def first_layer_alone(self) -> Iterator[None]:
+        """Compute only the first layer and the head in steps inside `with`. They take as much memory as whole steps do, because
+        the memory of all layers is taken before the first one is computed. Their logits and their KV mean nothing."""
+        all_layers, self._layers = self._layers, 1
+        try:
+            yield
+        finally:
+            self._layers = all_layers
 
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert. The last layer counts only tokens whose logits were wanted."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 10  # PDSERVE_ABI of abi.h
+ABI: Final = 11  # PDSERVE_ABI of abi.h
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -73,7 +73,7 @@ class Step(Structure):
     """`PdStep` of abi.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("threads", "rows", "spans", "out_rows")),
+        *((name, c_int64) for name in ("threads", "layers", "rows", "spans", "out_rows")),
         *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "out", "groups")),
         ("block_size", c_int64),
         *((name, c_void_p) for name in ("logits", "best")),

@@ -186,16 +186,17 @@ class Runner:
         self._device = device
         self._size = size
 
-    def largest_steps(self, config: EngineConfig) -> tuple[int, ...]:
-        return (self._size,)
+    def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
+        return (self.prompt_step(config),)
 
     def prompt_step(self, config: EngineConfig) -> StepPlan:
         return StepPlan((SequenceSlice(SeqId(0), 0, (1, 2, 3), ((),), ()),))
 
-    def execute(self, step: int | StepPlan) -> None:
-        size = self._size if isinstance(step, StepPlan) else step
-        self._device.take(size)
-        self._device.drop(size)
+    def take_memory(self, step: StepPlan) -> None:
+        self._device.take(self._size)
+        self._device.drop(self._size)
+
+    execute = take_memory
 
 
 @pytest.mark.parametrize("spare", [0, -1])

@@ -65,6 +65,7 @@ struct PdGroup {
 // One step. A row is a token; the rows of a span follow each other.
 struct PdStep {
     int64_t threads;
+    int64_t layers;                           // only the first so many are computed; memory is taken for all
     int64_t rows, spans, out_rows;
     const int32_t *token_ids;                 // [rows]
     const int32_t *span_start, *span_count;   // [spans]
@@ -96,7 +97,7 @@ struct PdRow {
     const uint8_t *mask;                      // [vocab] bits, rounded up to 16, the lowest first: the ids that may be drawn; null: all
 };
 
-#define PDSERVE_ABI 10  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 11  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.

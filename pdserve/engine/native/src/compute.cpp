@@ -7,7 +7,7 @@
 namespace pdserve {
 
 void Model::compute(int thread) {
-    const long last = shape_.layers - 1;
+    const long last = step_->layers - 1;
     Batch batch{residual_.data(), attended_.data(), step_->rows};
     share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });
     each_part(thread, batch.rows, [&](const Part& part) { begin_layer(thread, 0, batch, part); });

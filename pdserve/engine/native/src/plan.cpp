@@ -20,7 +20,7 @@ void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
 bool Model::sound(const PdStep& step) const {
     long rows = 0;
     for (long span = 0; span < step.spans; span++) rows += step.span_count[span];
-    if (rows != step.rows) return false;
+    if (rows != step.rows || step.layers < 1 || step.layers > shape_.layers) return false;
     for (const PdGroup* group = step.groups; group < step.groups + shape_.groups; group++) {
         for (long span = 0; span < step.spans; span++) {
             const long blocks = group->span_table[span + 1] - group->span_table[span];
