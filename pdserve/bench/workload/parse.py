@@ -26,9 +26,9 @@ def read_spec(text: str, overrides: Sequence[str] = (), max_model_len: int | Non
     `text:PROMPT/OUTPUT`, `sessions:NAME=VALUE`, `mooncake:FILE`, `azure:FILE` and `jsonl:FILE`; fields of the source follow as
     `,NAME=VALUE`. Recorded times are kept if the file is a public trace.
     """
-    if text.endswith(".jsonl") and not text.startswith("jsonl:"):
-        raise ConfigError(f"--workload {text}: a file of requests is given as jsonl:{text}")
     kind, colon, rest = text.partition(":")
+    if text.endswith(".jsonl") and kind not in FROM_FILES:
+        raise ConfigError(f"--workload {text}: a file of requests is given as jsonl:{text}")
     data = _short(kind, rest) if colon and kind in GENERATED + FROM_FILES else _yaml_file(text)
     for item in overrides:
         name, equals, value = item.partition("=")
