@@ -88,6 +88,19 @@ class Part(Struct, forbid_unknown_fields=True):
     uuid: Raw = unsupported(*EMPTY)
 
 
+class ChosenFunction(Struct):
+    """The function that the model must call."""
+
+    name: str
+
+
+class ChoiceFields(Struct):
+    """The choice of one function."""
+
+    type: str
+    function: ChosenFunction | None = None
+
+
 class CalledFunction(Struct):
     """The function of a call."""
 

@@ -17,7 +17,7 @@ from pdserve.core.sampling import Placement
 from router.api.choices import ONE, Choices
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt
-from router.openai.body import NULL, ChatBody, CompletionBody, MessageCall, StreamOptions, ToolFields
+from router.openai.body import NULL, ChatBody, ChoiceFields, CompletionBody, MessageCall, StreamOptions, ToolFields
 from router.openai.choices import read_choices
 from router.openai.echo import NOTHING_SHOWN, PromptShown
 from router.openai.ignored import NOTHING, Ignored, decode_body, ignored_in, joined
@@ -86,9 +86,11 @@ def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HE
 
 
 def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
-    """Yield what was left out of tools and of calls, which are not decoded with the body."""
+    """Yield what was left out of tools, of the choice among them and of calls, which are not decoded with the body."""
     if fields.tools:
         yield ignored_in(msgspec.json.encode(fields.tools), ToolFields, "tools")
+    if isinstance(fields.tool_choice, dict):
+        yield ignored_in(msgspec.json.encode(fields.tool_choice), ChoiceFields, "tool_choice")
     for message in fields.messages or ():
         if message.tool_calls is not NULL and bytes(message.tool_calls).startswith(b"["):
             yield ignored_in(bytes(message.tool_calls), MessageCall, "messages[].tool_calls")

@@ -33,6 +33,7 @@ from router.openai.body import (
 )
 from router.openai.ignored import MAX_NAME_CHARS, MAX_NAMES
 from router.openai.request import parse_chat, parse_completion
+from router.openai.responses.request import parse_responses
 
 HEADER = "x-pdserve-ignored-fields"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -161,6 +162,20 @@ def test_names_in_tools_and_calls_are_told() -> None:
     call = parse_chat(json.dumps({"messages": messages, "tools": [tool, {**tool, "function": {"name": "g"}}]}).encode(), None)
     assert sorted(call.ignored.names) == ["messages[].tool_calls[].index", "tools[].cache_control", "tools[].function.cache"]
     assert call.ignored.count == 4
+
+
+def test_names_in_the_choice_of_a_tool_are_told() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    choice = {"type": "function", "function": {"name": "f", "yy": 1}, "xx": 1}
+    body = {**CHAT, "tools": [tool], "tool_choice": choice}
+    names = parse_chat(json.dumps(body).encode(), None).ignored.names
+    assert sorted(names) == ["tool_choice.function.yy", "tool_choice.xx"]
+    told = {
+        "input": "x",
+        "tools": [{"type": "function", "name": "f"}],
+        "tool_choice": {"type": "function", "name": "f", "xx": 1},
+    }
+    assert parse_responses(json.dumps(told).encode(), None).ignored.names == ("tool_choice.xx",)
 
 
 @given(st.dictionaries(st.text(max_size=100), st.none() | st.integers() | st.lists(st.text(max_size=3)), max_size=30))

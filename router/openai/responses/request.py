@@ -12,7 +12,7 @@ from pdserve.core.limits import MAX_MESSAGES
 from pdserve.core.sampling import SamplingParams
 from router.openai.body import ChatBody, JsonSchema, ResponseFormat
 from router.openai.errors import encode_json
-from router.openai.ignored import Ignored, decode_body, joined
+from router.openai.ignored import NOTHING, Ignored, decode_body, joined
 from router.openai.json import decode, refuse, show
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, chat_call
 from router.openai.responses.body import (
@@ -73,6 +73,7 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
     logprobs = _logprobs(fields)
     turns = _turns(fields)
     tools, left_out = _tools(fields.tools or [])
+    choice, unknown = _chats_choice(fields.tool_choice)
     effort = None
     if fields.reasoning is not None:
         refuse_unsupported(fields.reasoning, "reasoning.")
@@ -84,7 +85,7 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
         top_logprobs=fields.top_logprobs if logprobs else None,
         response_format=_format(fields.text),
         tools=[_chats_tool(tool) for tool in tools] or None,
-        tool_choice=_chats_choice(fields.tool_choice),
+        tool_choice=choice,
         reasoning_effort=effort,
         **{name: getattr(fields, name) for name in SHARED},
     )
@@ -94,7 +95,9 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
         call = chat_call(chat, header_id, headers)
     except InvalidRequest as exc:
         raise names.renamed(exc) from exc
-    return ResponsesCall(call, joined([ignored, *turns.left_out, *left_out]), _repeated(fields, tools), logprobs, names)
+    return ResponsesCall(
+        call, joined([ignored, *turns.left_out, *left_out, unknown]), _repeated(fields, tools), logprobs, names
+    )
 
 
 def _logprobs(fields: ResponsesBody) -> bool:
@@ -151,17 +154,17 @@ def _chats_tool(tool: FunctionTool) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
 
 
-def _chats_choice(choice: str | dict[str, msgspec.Raw] | None) -> str | dict[str, msgspec.Raw] | None:
-    """Return the choice of tools as a chat writes it."""
+def _chats_choice(choice: str | dict[str, msgspec.Raw] | None) -> tuple[str | dict[str, msgspec.Raw] | None, Ignored]:
+    """Return the choice of tools as a chat writes it, and the fields that were left out."""
     if not isinstance(choice, dict):
-        return choice
-    chosen, _ = decode_body(msgspec.json.encode(choice), _CHOICE, "tool_choice")
+        return choice, NOTHING
+    chosen, ignored = decode_body(msgspec.json.encode(choice), _CHOICE, "tool_choice")
     if chosen.type != "function":
         raise refuse("tool_choice.type", f"{show(chosen.type)} is not supported; only 'function' is")
     if chosen.name is None:
         raise refuse("tool_choice.name", "is missing")
     function = msgspec.Raw(msgspec.json.encode({"name": chosen.name}))
-    return {"type": msgspec.Raw(b'"function"'), "function": function}
+    return {"type": msgspec.Raw(b'"function"'), "function": function}, ignored
 
 
 def _format(options: TextOptions | None) -> ResponseFormat | None:
