@@ -119,6 +119,7 @@ def test_a_plain_ray_cluster_could_not_be_joined(run_command: Any, cluster: RayC
     socket.create_connection(("127.0.0.1", cluster.port), timeout=60.0).close()
 
 
+@pytest.mark.slow
 def test_pools_are_pinned_to_nodes_by_labels(run_command: Any, cluster: RayCluster, second: RayNode) -> None:
     """Joined as HOST:PORT, with the cluster's token. The second node's workers are niced, which `up` and their log say."""
     cluster_of_two = cluster.join(MORE_MACHINES[0].replace("--head", "--address=HEAD:6379"))  # as a head with this label is

@@ -71,6 +71,7 @@ def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
     wait_for(lambda: [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"])  # the rest is removed
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_that_a_worker_refuses_is_one_line_and_leaves_no_unnamed_log_folder(run_command: Any) -> None:
     command = run_command(*UP, "--model", "missing")
     assert command.end() == 2

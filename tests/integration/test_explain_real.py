@@ -70,6 +70,7 @@ def explained(cluster: ProcessCluster, request_id: str) -> dict[str, list[str]]:
     return kinds
 
 
+@pytest.mark.slow
 def test_a_lost_decode_worker_is_in_the_story_and_in_the_recording(
     cluster: ProcessCluster, recording: Path, hold: Hold
 ) -> None:

@@ -9,7 +9,7 @@ from pdserve.rpc.v1 import common_pb2
 from testkit.client import generate_all, request
 from testkit.processes import ProcessCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 BLOCK = 16
 RNG = random.Random(1)

@@ -24,7 +24,7 @@ from testkit.client import generate_all, request
 from testkit.processes import Place, ProcessCluster
 from testkit.toy_models import write_decilm
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 BLOCK, CHUNK, OUTPUT = 16, 64, 12
 LENGTHS = (1, 15, 16, 17, 64, 65, 100, 333)
@@ -49,10 +49,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        ("float32", "fp32", "bf16"),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (("float32", "fp32", "fp32"), ("bfloat16", "bf16", "bf16"))),
-    ],
+    params=[("float32", "fp32", "fp32"), ("float32", "fp32", "bf16"), ("bfloat16", "bf16", "bf16")],
 )
 def pools(request: pytest.FixtureRequest, engine: EngineConfig) -> Iterator[Pools]:
     """Equal dtypes are read straight into the pool; different ones are converted group by group. bfloat16 is compiled where

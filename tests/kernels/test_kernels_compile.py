@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # ptxas takes as long as a hundred other tests
+
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["rows", "sums", "decode", "prefill", "head_64", "write_int4", "attend_fp8_e4m3", "latent_16", "experts_8"]
 ATTENTION = ("decode_kernel", "prefill_kernel")
@@ -93,7 +95,6 @@ def test_as_many_programs_fit_on_a_multiprocessor_as_is_said(quick):
     assert {name: programs(found[name]) for name in PROGRAMS} == PROGRAMS
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_shape_compiles_fits_and_spills_nothing(tmp_path):
     for kernel in compiled(cache=tmp_path):

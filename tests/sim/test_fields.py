@@ -127,6 +127,7 @@ def test_a_broken_rule_of_grammars_or_scores_is_found(mutant: Mutant, monkeypatc
     assert any(run_seed(seed).problems for seed in (FOUND_BY.get(mutant.__name__, 1), *range(1, 201)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", PREEMPTION_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_of_preemptions_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)

@@ -131,6 +131,7 @@ def test_what_cannot_be_enforced_is_refused_by_name_at_the_door(cluster: Process
     refused(invalid, "structured_outputs.regex", constrained([1], APART, common_pb2.StructuredOutputs(regex="(")), cluster)
 
 
+@pytest.mark.slow
 def test_hostile_grammars_end_with_typed_errors_while_others_are_served(cluster: ProcessCluster) -> None:
     """Each is refused as the client's mistake, by its field, or small enough after all. Requests without a constraint and with
     a known one end meanwhile, and one with a new grammar ends after them."""

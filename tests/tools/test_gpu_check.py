@@ -31,6 +31,7 @@ def test_without_a_gpu_every_part_says_why_it_did_not_run():
     assert done.stdout.count("skipped") == done.stdout.count("torch sees no CUDA device") == len(gpu_check.PARTS)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_spoils_no_other():
     parts = [
         gpu_check.Part("unheard-of", "machine", "run", (), 120),
@@ -140,6 +141,7 @@ def test_failed_kernel_tests_are_named_one_by_one():
     assert failures == [("tests/kernels/test_a.py::test_y", "AssertionError: assert 1 < 0")]
 
 
+@pytest.mark.slow
 def test_kernel_tests_that_hang_have_said_how_far_they_came():
     command = ["sh", "-c", "echo tests/a.py::b PASSED; exec sleep 300"]
     lines, over = kernels.tested(command, 3.0, "1")

@@ -175,6 +175,7 @@ def parts_of(**changes: object) -> Parts:
     return Parts(settings_of(**changes), QueueTarget(), Arrivals())
 
 
+@pytest.mark.slow
 def test_the_goodput_of_a_scripted_server_is_found():
     """Two places, 0.2 s each, a wait of at most 0.5 s for nine in ten: 8.05 requests a second, by a long run of the queue."""
     parts = parts_of()

@@ -184,6 +184,7 @@ def test_a_life_that_may_still_write_is_the_last_one(alone, monkeypatch):
     assert router.worker("x") is linked
 
 
+@pytest.mark.slow
 def test_flips_leak_no_thread_no_descriptor_and_no_memory_of_peers(cluster):
     """Threads and descriptors after some lives of both roles are those after ten more flips."""
     counts = []
