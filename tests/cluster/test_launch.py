@@ -149,7 +149,6 @@ def test_workers_ran_behind_every_ordinary_process(running: Running) -> None:
     assert {report.niceness for report in running.cluster.reports} == {ours}
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_is_started_later_each_time_and_given_up(running: Running, broken: Path) -> None:
     """(1) Kill the prefill worker: it is started anew. (2) It dies, and cannot start any more: the next start waits longer.
     (3) That fails as well: its restarts of the hour are used up, which is said once, with the setting and the log."""

@@ -15,7 +15,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, Unkno
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
-from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
+from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
 from router.parsing.parser import RequestParser
@@ -29,7 +29,8 @@ class FakeGeneration:
 
     def __init__(self, api: FakeApi, request: GenerateInput) -> None:
         self.request_id = request.request_id or "made-by-router"
-        self.prompt_len = max(1, len(request.prompt))
+        parts = request.prompt.messages if isinstance(request.prompt, ChatPrompt) else request.prompt
+        self.prompt_len = max(1, len(parts))
         self.prompt_ids = tuple(range(self.prompt_len))
         self.closed = False
         self.finished = False
