@@ -53,6 +53,7 @@ class GrammarChecker:
         self._waiting = 0
         self._known: OrderedDict[Constraint, Verdict] = OrderedDict()
         self._child: ChildProcess | None = None
+        self._checking: asyncio.Task[Verdict] | None = None
         self._closed = False
 
     @property
@@ -74,24 +75,35 @@ class GrammarChecker:
         """End the child. Whoever waits for a verdict gets an error."""
         self._closed = True
         await self._drop()
+        if self._checking is not None:
+            await asyncio.wait([self._checking])
 
     async def _judged(self, constraint: Constraint) -> Verdict:
         if self._waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait for their check", retry_after_s=1.0)
         self._waiting += 1
         try:
-            async with self._turns:
-                verdict = self._known.get(constraint) or await self._exchange(constraint)
+            await self._turns.acquire()
+            self._checking = asyncio.create_task(self._taken_turn(constraint))
+            return await asyncio.shield(self._checking)
         finally:
             self._waiting -= 1
-        self._known[constraint] = verdict
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return verdict
+
+    async def _taken_turn(self, constraint: Constraint) -> Verdict:
+        """Return the verdict, keep it, and pass the turn on. A client that leaves does not end its check: the next one would
+        wait for a new child, and clients with less time than its start takes would never have one."""
+        try:
+            verdict = self._known.get(constraint) or await self._exchange(constraint)
+            self._known[constraint] = verdict
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+            return verdict
+        finally:
+            self._turns.release()
 
     async def _exchange(self, constraint: Constraint) -> Verdict:
-        """Ask the child. It ends if it does not answer in time, or if we are cancelled: a late answer must not be taken for
-        that of the next constraint. Such a refusal is not kept, since a busy machine may be its reason."""
+        """Ask the child. It ends if it does not answer in time: a late answer must not be taken for that of the next
+        constraint. Such a refusal is not kept, since a busy machine may be its reason."""
         field = f"{FIELD}.{constraint.kind.value}"
         for _ in range(TRIES):
             child = await self._ready_child()

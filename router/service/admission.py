@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
@@ -72,6 +73,16 @@ class Admission:
         deadline_s = self._deadline_s(request.deadline_s)
         check_limits(RequestSpec, request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._prepared(request, slo, leader, arrived_s=arrived_s, deadline_s=deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"deadline_s of {deadline_s:.3g} s passed before the request could be queued") from None
+
+    async def _prepared(
+        self, request: GenerateInput, slo: SloClass, leader: Submit | None, *, arrived_s: float, deadline_s: float
+    ) -> Submit:
+        """Do what takes time: the prompt waits for the threads that tokenise, and a constraint for its check."""
         if leader is None:
             prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:

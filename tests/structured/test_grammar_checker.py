@@ -221,6 +221,35 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["at its start", "in a check"])
+def test_clients_that_leave_end_neither_the_child_nor_the_check(warm: bool):
+    """Clients that give the child less time than its start takes would never have one, and others would wait for the next."""
+
+    async def run() -> None:
+        async with checking(timeout_s=60.0) as checker:
+            if warm:
+                await checker.check(GOOD)
+            asked = Constraint(K.JSON_SCHEMA, '{"uniqueItems": true}')
+            pids = set()
+            for _ in range(3):
+                leaving = asyncio.create_task(checker.check(asked))
+                await until(lambda: checker._turns.locked() and checker.child_pid is not None)
+                pids.add(checker.child_pid)
+                leaving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await leaving
+            assert checker._waiting == 0
+            assert await refusal(checker.check(asked)) is not None
+            assert pids == {checker.child_pid}
+            left = asyncio.create_task(checker.check(Constraint(K.REGEX, "b+")))
+            await until(checker._turns.locked)
+            left.cancel()
+        assert checker._checking is not None
+        assert checker._checking.done()
+
+    asyncio.run(run())
+
+
 def test_more_grammars_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         monkeypatch.setattr(checker_module, "MAX_WAITING", 2)

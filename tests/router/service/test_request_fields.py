@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, field_types, limits_of
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN, DEFAULT_CLASS
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import GenerateInput
@@ -48,6 +49,22 @@ def admit(request: GenerateInput, config: RouterConfig = DEFAULTS, shared_block_
         config, *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7, shared_block_size=lambda: shared_block_size
     )
     return asyncio.run(admission.admit(request, arrived_s=0.0))
+
+
+async def never(*_: object, **__: object) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("slow", ["encode", "grammar"])
+def test_a_deadline_also_bounds_what_comes_before_the_queue(slow: str):
+    """The prompt may wait for the threads that tokenise, and a constraint for the checks of others."""
+    encoder = SimpleNamespace(encode=never) if slow == "encode" else Encoder()
+    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
+    model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE, fingerprint="model"))
+    admission = Admission(DEFAULTS, *cast(Any, (model, limit, encoder)), draw_seed=lambda: 7, check_grammar=never)
+    request = GenerateInput(prompt="x", deadline_s=0.01, constraint=Constraint(ConstraintKind.REGEX, "a"))
+    with pytest.raises(DeadlineExceeded, match=r"deadline_s of 0.01 s passed before"):
+        asyncio.run(admission.admit(request, arrived_s=0.0))
 
 
 def over_grpc(name: str, value: Any) -> Submit:
