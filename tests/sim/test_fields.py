@@ -111,7 +111,7 @@ def test_the_checker_wants_a_grammar_to_fail_where_it_must() -> None:
 FOUND_BY = {
     "a_replay_starts_its_grammar_anew": 4,
     "an_output_goes_on_behind_its_grammar": 3,
-    "a_cancelled_request_begins_once_it_is_compiled": 38,
+    "a_cancelled_request_begins_once_it_is_compiled": 58,
     "requests_of_a_lost_link_begin_once_they_are_compiled": 113,
     "a_drain_begins_what_was_compiled_meanwhile": 50,
     "a_scored_prompt_takes_shared_blocks": 8,
