@@ -135,6 +135,15 @@ def test_every_module_says_what_it_is():
     assert [name for name, text in texts.items() if text and not text.startswith('"""')] == []
 
 
+def test_no_simple_queue_is_waited_for_with_a_limit():
+    """CPython 3.11's `SimpleQueue.get(timeout=...)` waits for ever when its thread is held up for longer than the timeout
+    before it waits: the rest of the timeout is below zero then, and its lock takes that for no limit. `queue.Queue` does not.
+    """
+    texts = {name: (ROOT / name).read_text() for name in tracked() if name.endswith(".py")}
+    waits = re.compile(r"SimpleQueue[\[(].*\.get\([^()]*timeout", re.DOTALL)
+    assert [name for name, text in texts.items() if waits.search(text)] == []
+
+
 def test_test_files_have_names_of_their_own():
     """Folders without __init__.py share one name space: two files of a name shadow each other."""
     seen: dict[str, str] = {}

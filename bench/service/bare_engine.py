@@ -97,7 +97,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     directory = resolve(config.model)
-    messages: queue.SimpleQueue[tuple[float, StepEvents]] = queue.SimpleQueue()
+    messages: queue.Queue[tuple[float, StepEvents]] = queue.Queue()
 
     def build() -> tuple[ModelRunner, Scheduler, BlockPools]:
         runner = ModelRunner.load(directory, ModelCard.load(directory), config)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final, NewType, Protocol
 
 from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, Transport, TransportRead
@@ -114,7 +114,7 @@ class _InFlight:
 class Reactor:
     """The owner of a transport's reads. One thread uses it."""
 
-    def __init__(self, transport: Transport, commands: SimpleQueue[Command], emit: Callable[[Event], None]) -> None:
+    def __init__(self, transport: Transport, commands: Queue[Command], emit: Callable[[Event], None]) -> None:
         self._transport = transport
         self._commands = commands
         self._emit = emit
@@ -137,6 +137,7 @@ class Reactor:
 
     def _next_command(self, timeout_s: float | None) -> Command | None:
         """Wait for a command. Return None when `timeout_s` has passed; `timeout_s` None waits without a limit."""
+        # A `SimpleQueue` waits for ever when its thread is held up for longer than so short a timeout (CPython 3.11).
         try:
             return self._commands.get(timeout=timeout_s)
         except Empty:

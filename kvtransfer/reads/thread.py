@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, Final
 
 from kvtransfer.api import LocalRegion, RemoteRegion, Transport
@@ -61,7 +61,7 @@ class TransferThread:
         self._max_reads = max_reads
         self.sum_blocks = dict(sum_blocks or {})
         """Functions that sum blocks of our regions. Reads into a region that has one here bring the sums of their blocks."""
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: Queue[Command] = Queue()
         self._reads: dict[ReadId, BlockRead] = {}
         self._paces: dict[Incarnation, Pace] = {}
         self._parted: set[Incarnation] = set()

@@ -55,7 +55,7 @@ class RouterProcess:
         self._command = tuple(command)
         self._child: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-        self._lines: queue.SimpleQueue[tuple[float, str | None]] = queue.SimpleQueue()
+        self._lines: queue.Queue[tuple[float, str | None]] = queue.Queue()
         self._log_start = 0
         self._began = 0.0
         self.start_s = 0.0  # seconds that the last start took until the router was ready
@@ -67,7 +67,7 @@ class RouterProcess:
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # the file holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
             file.write(config.dump(self.settings))
-        self._lines = queue.SimpleQueue()
+        self._lines = queue.Queue()
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             try:
@@ -162,7 +162,7 @@ class RouterProcess:
             processes.kill(started)
 
 
-def _read_lines(stream: IO[bytes], lines: queue.SimpleQueue[tuple[float, str | None]]) -> None:
+def _read_lines(stream: IO[bytes], lines: queue.Queue[tuple[float, str | None]]) -> None:
     """Queue each line of the router's output with the time it came, and None at the end. So the pipe never fills up."""
     with stream:
         for line in stream:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from transfer_testing import FakePeer, Pool, new_incarnation
 
@@ -29,7 +29,7 @@ from kvtransfer.reads.reactor import (
 Step = Command | Callable[[], Command] | None
 
 
-class Script(SimpleQueue[Command]):
+class Script(Queue[Command]):
     """Hands out its commands, None standing for a wait that timed out, a callable for what happens first; notes each
     wait's timeout."""
 
