@@ -41,7 +41,8 @@ test: setup      ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
 
 test-all: test   ## run the tests, and then the slow ones: the swarm, every state of the handoff, real faults
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m "slow and not cluster and not ray" --numprocesses 2 --dist worksteal
+	@$(BIN)/python -m pytest -m "slow and (cluster or ray)"
 
 sim-swarm: setup ## run N seeds of the fault simulation, from SEED on, and its matrix of directed faults
 	@$(BIN)/python -m faultsim --count $(N) --first $(SEED) --matrix
