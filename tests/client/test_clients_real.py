@@ -240,6 +240,7 @@ def test_a_router_that_dies_is_an_error_and_one_that_comes_back_serves(client: C
 
 SCRIPT = """
     import os, signal, sys, threading
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     from pdserve import LLM, SamplingParams
     from pdserve.core.errors import InvalidRequest
     llm = LLM("tiny", max_model_len=512, dtype="float32")

@@ -183,3 +183,32 @@ async def _pause_while_running(ready: dict[str, Any], process: subprocess.Popen[
         worker.gate.set()
         ids = [token async for part in call for token in part.ids]
         assert ids == right_ids((1, 2, 3), 100)
+
+
+FORKS = """
+import asyncio, sys
+import router.main
+import grpc, uvloop
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()
+        for _ in range(10):
+            child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+            assert await child.wait() == 0
+    await server.stop(None)
+
+uvloop.run(main())
+"""
+
+
+def test_grpc_does_nothing_at_a_fork_of_the_router() -> None:
+    """It says that it would, if it is not told otherwise in time."""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKS], cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert "fork" not in ran.stderr
