@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -230,3 +231,21 @@ def test_a_message_of_a_newer_worker_is_told_once_and_ends_nothing(caplog):
     asyncio.run(story())
     assert caplog.text.count("decode worker d sent a message that this router does not know") == 1
     assert "upgrade this router" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["hung up", "its connection is gone", "the core closed it"])
+def test_the_log_tells_every_end_of_a_link_and_why(why: str, caplog):
+    async def story() -> None:
+        async with dialled() as (core, call):
+            assert (await call.read()).WhichOneof("body") == "welcome"
+            match why:
+                case "hung up":
+                    await call.done_writing()
+                case "its connection is gone":  # as where the worker's process has died
+                    call.cancel()
+                case _:
+                    core.service.hang_up(ev.LinkId(1), InternalBug(why))
+            await core.left.wait()
+
+    asyncio.run(story())
+    assert re.findall(r"decode worker d at .* ended: (.*)", caplog.text) == [why]
