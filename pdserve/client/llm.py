@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pdserve.client.asynchronous import AsyncClient
+from pdserve.client.loop_thread import LoopThread
 from pdserve.client.own_cluster import OwnCluster
 from pdserve.client.params import Message, Options, Prompt, SamplingParams
 from pdserve.client.results import RequestOutput
@@ -44,9 +46,11 @@ class LLM:
         `settings` are flags of `pdserve up`, with underscores: max_model_len=2048, enable_prefix_caching=False."""
         flags = ["--model", model, *_flags(settings)]
         self._retries = Retries(attempts=20)  # a lost worker is started again within this time
-        self._cluster: OwnCluster | None = OwnCluster(prefill, decode, None, flags=flags)
-        with Console(stderr=True).status(f"starting {prefill} prefill and {decode} decode workers for {model}"):
-            self._cluster.__enter__()
+        with contextlib.ExitStack() as stack:
+            with Console(stderr=True).status(f"starting {prefill} prefill and {decode} decode workers for {model}"):
+                self._cluster = stack.enter_context(OwnCluster(prefill, decode, None, flags=flags))
+            self._loop = stack.enter_context(LoopThread())
+            self._open = stack.pop_all()
         self.address = self._cluster.address
         """host:port of the gRPC port, for clients of other kinds."""
         atexit.register(self.close)
@@ -58,11 +62,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the cluster and wait until nothing of it is left. Idempotent."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            atexit.unregister(self.close)
-            cluster.__exit__(None, None, None)
+        """Cancel what runs, stop the cluster and wait until nothing of it is left. Idempotent."""
+        atexit.unregister(self.close)
+        self._open.close()
 
     def generate(
         self,
@@ -97,10 +99,8 @@ class LLM:
 
     def _run(self, count: int, ask: Ask, show: bool) -> list[RequestOutput]:
         """Run all requests on a loop of a thread of their own, because a notebook has a loop that runs already."""
-        if self._cluster is None:
-            raise Unavailable("this LLM is closed")
         self._cluster.check()
-        batch = _Batch(self.address, self._retries, count, ask)
+        batch = _Batch(self._loop, self.address, self._retries, count, ask)
         with Progress(console=Console(stderr=True), disable=not show, transient=True) as progress:
             task = progress.add_task("requests", total=count)
             return batch.run(lambda: progress.advance(task), self._cluster.check)
@@ -109,57 +109,46 @@ class LLM:
 class _Batch:
     """The requests of one call."""
 
-    def __init__(self, address: str, retries: Retries, count: int, ask: Ask) -> None:
+    def __init__(self, loop: LoopThread, address: str, retries: Retries, count: int, ask: Ask) -> None:
+        self._loop = loop
         self._address = address
         self._retries = retries
         self._count = count
         self._ask = ask
-        self._answers: list[RequestOutput] = []
-        self._error: BaseException | None = None
-        self._started, self._ended = threading.Event(), threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = threading.Event()
         self._task: asyncio.Task[list[RequestOutput]] | None = None
 
     def run(self, advance: Callable[[], None], check: Callable[[], None]) -> list[RequestOutput]:
         """Return the answers. A KeyboardInterrupt, and an error that `check` raises because the cluster is gone, cancels all
-        requests before it is raised. The wait is for an event: a `join` that is interrupted takes the thread for ended."""
-        thread = threading.Thread(target=self._in_thread, args=(advance,), name="batch")
-        thread.start()
+        requests before it is raised."""
         try:
+            self._loop.call(lambda: self._start(advance))
             while not self._ended.wait(CHECK_S):
                 check()
         except BaseException:
-            self._cancel()
+            with contextlib.suppress(Unavailable):  # a closed loop has cancelled it already
+                self._loop.call(self._cancel)
+                self._ended.wait()
             raise
-        finally:
-            self._ended.wait()
-            thread.join()
-        if self._error is not None:
+        try:
+            return self._task.result() if self._task is not None else []
+        except asyncio.CancelledError:
+            raise Unavailable("the batch was cancelled, because this LLM was closed") from None
+        except BaseExceptionGroup as group:
             check()  # the end of the cluster explains the error of a request
-            raise self._error
-        return self._answers
+            raise group.exceptions[0] from None
+
+    def _start(self, advance: Callable[[], None]) -> None:
+        self._task = self._loop.loop.create_task(self._all(advance))
+        self._task.add_done_callback(lambda _: self._ended.set())
 
     def _cancel(self) -> None:
-        self._started.wait()
-        if self._loop is not None and self._task is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._task.cancel)
-
-    def _in_thread(self, advance: Callable[[], None]) -> None:
-        try:
-            self._answers = asyncio.run(self._all(advance))
-        except asyncio.CancelledError:
-            self._error = Unavailable("the batch was cancelled")
-        except BaseExceptionGroup as group:
-            self._error = group.exceptions[0]
-        except BaseException as exc:  # noqa: BLE001  it is raised in the caller's thread
-            self._error = exc
-        finally:
-            self._started.set()
+        if self._task is None:  # interrupted before it was started
             self._ended.set()
+        else:
+            self._task.cancel()
 
     async def _all(self, advance: Callable[[], None]) -> list[RequestOutput]:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        self._started.set()
         gate = asyncio.Semaphore(MAX_CONCURRENT)
         async with AsyncClient(self._address, retries=self._retries) as client:
 

@@ -12,14 +12,15 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pdserve import AsyncClient, Client, Retries, SamplingParams
+from pdserve import AsyncClient, Client, RequestOutput, Retries, SamplingParams
 from pdserve.client.llm import _Batch
+from pdserve.client.loop_thread import LoopThread
 from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from testkit.processes import BOUND_S, ProcessCluster
 from tests.integration.real_service import tiny
@@ -179,10 +180,39 @@ def test_a_batch_of_which_the_cluster_is_gone_ends_at_once(cluster: ProcessClust
     def gone() -> None:
         raise Unavailable("it ended by itself")
 
-    batch = _Batch(cluster.grpc, Retries(1000), 8, lambda client, _: client.generate("a", LONG))
-    with pytest.raises(Unavailable, match="by itself"):
-        batch.run(lambda: None, gone)
+    with LoopThread() as loop:
+        batch = _Batch(loop, cluster.grpc, Retries(1000), 8, lambda client, _: client.generate("a", LONG))
+        with pytest.raises(Unavailable, match="by itself"):
+            batch.run(lambda: None, gone)
+        cluster.assert_empty()
+
+
+def test_batches_of_several_threads_end_where_their_loop_is_closed(cluster: ProcessCluster) -> None:
+    """None waits for ever, nothing of them is left, and a later batch is refused."""
+    asked: list[int] = []
+    ended: list[str] = []
+
+    def ask(client: AsyncClient, i: int) -> Awaitable[RequestOutput]:
+        asked.append(i)
+        return client.generate("a", LONG)
+
+    def one() -> None:
+        try:
+            _Batch(loop, cluster.grpc, Retries(1000), 8, ask).run(lambda: None, lambda: None)
+        except Unavailable as exc:
+            ended.append(exc.message)
+
+    with LoopThread() as loop:
+        threads = [threading.Thread(target=one) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(asked) == 24)
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert ended == ["the batch was cancelled, because this LLM was closed"] * 3
     cluster.assert_empty()
+    with pytest.raises(Unavailable, match="closed"):
+        _Batch(loop, cluster.grpc, Retries(1), 1, ask).run(lambda: None, lambda: None)
 
 
 def test_a_cancelled_answer_frees_its_blocks(client: Client, cluster: ProcessCluster) -> None:
@@ -258,11 +288,15 @@ SCRIPT = """
         llm.generate([[5, 6, 7]] * 5000, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
         sys.exit("it was not interrupted")
     except KeyboardInterrupt:
-        assert "batch" not in [thread.name for thread in threading.enumerate()]
+        pass
     assert len(llm.generate(["The sky is"], params, use_tqdm=False)) == 1
     print("done", flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "closed":
+        llm.close()
+        llm.close()
+        assert "batches" not in [thread.name for thread in threading.enumerate()]
 """
 
 
@@ -282,14 +316,15 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("ended", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("ended", "closed"))])
 def test_a_program_s_own_cluster_ends_with_it(how: str) -> None:
     mark = {"PDSERVE_TEST_PROGRAM": str(uuid.uuid4())}  # what it starts inherits it; other tests run beside this one
     program = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]
     env = {**os.environ, **mark}
     ran = subprocess.run(program, capture_output=True, text=True, timeout=4 * BOUND_S, check=False, env=env)
     assert "done" in ran.stdout, ran.stderr
-    assert ran.returncode == (0 if how == "ended" else -signal.SIGKILL), ran.stderr
+    assert ran.returncode == (-signal.SIGKILL if how == "killed" else 0), ran.stderr
+    assert "Event loop is closed" not in ran.stderr  # gRPC tells a cancelled call's end after the batch
     address = ran.stdout.split()[1]
 
     def gone() -> bool:
