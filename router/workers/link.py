@@ -150,20 +150,18 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}", numbers, bundles=bundles)
 
         self._links[link.link_id] = link
-        reason = "its connection is gone"  # gRPC cancels this call where it lies
         try:
             # The metadata is sent alone, because a refusal could not be sent while a first message carries it.
             await context.send_initial_metadata(())
             self._deliver(ev.WorkerJoined(link.link_id, hello))
             logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
             await link.run(context, self._deliver, self._answers)
-            reason = "hung up"
         except (InternalBug, ReplicaLost) as exc:
             link.close(exc)
-        finally:
+        finally:  # a lost connection cancels this call
             del self._links[link.link_id]
             self._deliver(ev.WorkerLeft(link.link_id))
-            reason = link.error.message if link.error is not None else reason
+            reason = link.error.message if link.error is not None else "hung up or died"
             logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, hello.address, reason)
 
         if link.error is not None:

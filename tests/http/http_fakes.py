@@ -144,6 +144,9 @@ class FakeApi:
             return self.words[token_id].encode()
         return "ö".encode()[:1] if token_id == len(self.words) else b""
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
     @property
     def not_ready_reason(self) -> str:
         return "" if self.ready else "no decode worker is ready"

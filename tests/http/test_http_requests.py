@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from http_fakes import FakeApi, app_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from raw_http import asgi_post
 
@@ -421,6 +421,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_its_name(endpoint: str, d
 
 @settings(max_examples=300, deadline=None)
 @given(path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]), body=BODIES, good=st.booleans())
+@example(path="/v1/completions", body={"use_beam_search": True}, good=True)
 def test_no_body_makes_a_server_error(path: str, body: dict[str, Any], good: bool) -> None:
     payload = {"prompt": "p", "messages": HI, **body} if good else body
     answer = asyncio.run(asgi_post(app_of(FakeApi()), path, json.dumps(payload).encode()))
