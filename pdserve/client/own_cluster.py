@@ -31,6 +31,7 @@ MOST_CHARS: Final = 400
 FREE_PORTS: Final = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
 _MAIN: Final = """
 import ctypes, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for a program in the background
 ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
 from pdserve.cli import main
 main(prog_name="pdserve")

@@ -101,6 +101,7 @@ def assert_log_lines(command: Any) -> None:
         assert any(stamp.match(line) and f"{name} ready at" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_busy_http_port_is_one_line_that_names_its_flag(run_command: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

@@ -110,10 +110,8 @@ def check_alone_equals_in_company(cluster):
     assert [a.ids for a in generate_all(cluster.grpc, messages)] == alone
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quantization"),
-    [pytest.param("float32", None, marks=pytest.mark.slow), pytest.param("bfloat16", "int8", marks=COMPILED)],
-)
+@pytest.mark.slow  # the short tests have it within one engine, for every family
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), pytest.param("bfloat16", "int8", marks=COMPILED)])
 def test_a_preempted_sequence_goes_on_with_the_same_tokens(dtype, quantization):
     """A pool of 24 blocks, 8 sequences that need 6 blocks each in the end: some are preempted and recomputed."""
     memory = 24 * BLOCK * tiny_kv_bytes_per_token(dtype)

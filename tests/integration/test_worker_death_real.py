@@ -68,7 +68,7 @@ def start_again(cluster: ProcessCluster, worker_id: str) -> None:
     cluster.wait_state(lambda state: any(w.hello.worker_id == worker_id and w.ready for w in state.workers), BOUND_S)
 
 
-@pytest.mark.parametrize("placement", [APART, TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("placement", [APART, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["apart", "together"])
 def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, hold, placement):
     """(1) It dies in the middle of a stream. (2) The stream goes on where it stopped and ends like an undisturbed one.
     (3) The worker comes back and serves."""

@@ -34,7 +34,10 @@ def record_nothing(step):
 replays: list[int] = []
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int4", "two groups"])
+@pytest.fixture(
+    scope="module",
+    params=["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_e4m3", "int4")), "two groups"],
+)
 def runners(request, tmp_path_factory):
     """A model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype, or in two groups.
 

@@ -107,7 +107,9 @@ def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
     ("setting", "name", "message"),
     [
         ("transfer.transport", "nixxl", "transfer.transport must be one of nixl, cma, fake, or module:function"),
-        ("transfer.transport", "no_such_module:f", "module no_such_module cannot be imported"),
+        pytest.param(
+            "transfer.transport", "no_such_module:f", "module no_such_module cannot be imported", marks=pytest.mark.slow
+        ),
         (
             "router.decode_policy",
             "fullest",

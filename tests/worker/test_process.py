@@ -32,8 +32,17 @@ def start(module: str, path: Path, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("module", ["prefill_worker", "decode_worker"])
-@pytest.mark.parametrize("ending", ["parent", signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("module", "ending"),
+    [
+        ("prefill_worker", signal.SIGTERM),
+        ("decode_worker", "parent"),
+        pytest.param("prefill_worker", "parent", marks=pytest.mark.slow),
+        pytest.param("decode_worker", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("prefill_worker", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("decode_worker", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, module, ending):
     with ScriptedRouter() as router:
         path = tmp_path / "worker.yaml"
@@ -68,16 +77,16 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
                 ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: /nowhere}", ["/nowhere"]),
                 ("worker_id: w", ["router_address"]),
                 ("worker_id: w\nrouter_address: 127.0.0.1:1\ntyop: 1", ["tyop"]),
+                (
+                    "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1\nallow_public_bind: true",
+                    ["host 198.51.100.1", "set host to an address of this machine"],
+                ),
             )
         ),
         ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: tiny, kv_cache_memory: 64}", ["kv_cache_memory"]),
         (
             "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1",
             ["host 198.51.100.1", "allow_public_bind"],
-        ),
-        (
-            "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1\nallow_public_bind: true",
-            ["host 198.51.100.1", "set host to an address of this machine"],
         ),
     ],
 )

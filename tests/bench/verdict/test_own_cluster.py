@@ -68,6 +68,7 @@ def test_an_error_inside_stops_it_too():
     ],
 )
 def test_a_cluster_that_does_not_start_is_an_error_and_leaves_nothing(text, said, monkeypatch):
+    monkeypatch.setattr(own_cluster, "STOP_S", 0.3)  # a shell ignores SIGINT for what it runs in the background
     monkeypatch.setattr(own_cluster, "START_S", 0.2 if "not ready" in said else 60.0)
     before = children()
     with pytest.raises(Unavailable, match=said), OwnCluster(1, 1, None, program=program(text)):
