@@ -58,6 +58,8 @@ class Link:
         self._numbers_in = numbers_in
         self._closed = asyncio.Event()
         self._told_unknown = False
+        self.last_word = "hung up or died"
+        """Why the worker ends. It may be gone before the core has heard its word and closes the link."""
 
     def send(self, message: link_pb2.RouterMessage) -> None:
         """Queue a command. A full queue closes the link, because its worker does not read."""
@@ -94,6 +96,8 @@ class Link:
 
     def _hear(self, message: link_pb2.WorkerMessage, deliver: Deliver, answers: Callable[[], bool]) -> None:
         event = event_from_wire(self.link_id, message)
+        if type(event) is ev.WorkerLost:
+            self.last_word = event.message
         if event is None:
             self._hear_unknown()
         elif not self._closed.is_set():
@@ -161,7 +165,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         finally:  # a lost connection cancels this call
             del self._links[link.link_id]
             self._deliver(ev.WorkerLeft(link.link_id))
-            reason = link.error.message if link.error is not None else "hung up or died"
+            reason = link.error.message if link.error is not None else link.last_word
             logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, hello.address, reason)
 
         if link.error is not None:

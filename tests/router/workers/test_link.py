@@ -233,20 +233,32 @@ def test_a_message_of_a_newer_worker_is_told_once_and_ends_nothing(caplog):
     assert "upgrade this router" in caplog.text
 
 
-@pytest.mark.parametrize("end", ["hung up", "died", "closed"])
-def test_the_log_tells_every_end_of_a_link_and_why(end: str, caplog):
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("hung up", "hung up or died"),
+        ("died", "hung up or died"),
+        ("died after a word", "the engine is stuck"),
+        ("closed", "the core closed it"),
+    ],
+)
+def test_the_log_tells_every_end_of_a_link_and_why(end: str, why: str, caplog):
     async def story() -> None:
         async with dialled() as (core, call):
             assert (await call.read()).WhichOneof("body") == "welcome"
             match end:
                 case "hung up":
                     await call.done_writing()
+                case "died after a word":  # the core may close the link after that, or not
+                    await call.write(link_pb2.WorkerMessage(worker_lost=link_pb2.WorkerLost(message=why), number=2))
+                    while not any(isinstance(event, ev.WorkerLost) for event in core.heard):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    call.cancel()
                 case "died":  # gRPC cancels the call, as where the worker's process is killed
                     call.cancel()
                 case _:
-                    core.service.hang_up(ev.LinkId(1), InternalBug("the core closed it"))
+                    core.service.hang_up(ev.LinkId(1), InternalBug(why))
             await core.left.wait()
 
     asyncio.run(story())
-    why = "the core closed it" if end == "closed" else "hung up or died"
     assert re.findall(r"decode worker d at .* ended: (.*)", caplog.text) == [why]
