@@ -144,6 +144,9 @@ BUDGET_MINUTES ?= 25
 bench-all: setup ## measure what the literature claims, judge it, and write docs/benchmarks.md; resumes, within BUDGET_MINUTES
 	@$(BIN)/python -m bench.claims --budget-minutes $(BUDGET_MINUTES) --write-docs
 
+bench-deaths: setup ## kill one part of a cluster after the other under load, and write what clients saw into docs/when-things-die.md
+	@$(BIN)/python -m bench.deaths --write-docs
+
 bench-disconnect: setup ## measure how long blocks stay taken after their client has left
 	$(BIN)/python -m bench.service.disconnect
 
@@ -151,6 +154,10 @@ MINUTES ?= 10
 SEED ?= 1
 soak: setup      ## run random load with random faults for MINUTES, from SEED; the report must find nothing wrong
 	@$(BIN)/python -m bench.soak.run --minutes $(MINUTES) --seed $(SEED)
+
+LINKS ?= 2
+soak-links: setup ## hold LINKS links for MINUTES under four times the load that the cores carry, and write what was seen into docs/reliability.md
+	@$(BIN)/python -m bench.soak.links --links $(LINKS) --minutes $(MINUTES) --write-docs
 
 gpu-check:       ## check the GPU path on this GPU in eight minutes: transport, handoff, correctness, floors, peers; needs no setup
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check

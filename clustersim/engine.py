@@ -58,6 +58,7 @@ class EngineCounts(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     prompt_busy_s: float
+    prompt_steps: int
     decode_busy_s: float
 
 
@@ -94,6 +95,7 @@ class SimEngine:
         self.busy_s = 0.0
         self.prompt_busy_s = 0.0
         """The part of `busy_s` in steps that computed prompts."""
+        self.prompt_steps = 0
         self.prompt_tokens = 0
         """Prompt tokens that were computed."""
         self.output_tokens = 0
@@ -122,9 +124,8 @@ class SimEngine:
         steps = self._steps_done() if self._stride > 1 else 0
         ran_s = self._costs.steps_s(self._work, steps)
         decode_busy_s = self.busy_s - self.prompt_busy_s + ran_s
-        return EngineCounts(
-            self.prompt_tokens, self.output_tokens + steps * self._work.decodes, self.prompt_busy_s, decode_busy_s
-        )
+        output_tokens = self.output_tokens + steps * self._work.decodes
+        return EngineCounts(self.prompt_tokens, output_tokens, self.prompt_busy_s, self.prompt_steps, decode_busy_s)
 
     def _steps_done(self) -> int:
         """Return how many steps of the stride have ended."""
@@ -178,6 +179,7 @@ class SimEngine:
         self.steps += stride
         self.busy_s += took_s
         self.prompt_busy_s += took_s if self._work.prompt_tokens else 0.0
+        self.prompt_steps += 1 if self._work.prompt_tokens else 0
         self.prompt_tokens += self._work.prompt_tokens
         self.scheduler.work = self._work
         for piece in plan.slices[plan.decodes :]:

@@ -170,6 +170,7 @@ class SimWorker:
             computed_prompt_tokens=counts.prompt_tokens - before.prompt_tokens,
             output_tokens=counts.output_tokens - before.output_tokens,
             prompt_busy_s=counts.prompt_busy_s - before.prompt_busy_s,
+            prompt_steps=counts.prompt_steps - before.prompt_steps,
             decode_busy_s=counts.decode_busy_s - before.decode_busy_s,
             uptime_s=self._world.clock.now_s - self._began_s,
         )

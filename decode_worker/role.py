@@ -74,7 +74,12 @@ class DecodeRole:
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,
-            make_link=functools.partial(PeerLink, transport=host.config.transfer.transport, open_channel=host.open_channel),
+            make_link=functools.partial(
+                PeerLink,
+                transport=host.config.transfer.transport,
+                model_digest=host.model_digest,
+                open_channel=host.open_channel,
+            ),
         )
 
     @property

@@ -99,7 +99,13 @@ def _files(config: ClusterConfig, name: str, pools: dict[str, PoolConfig]) -> di
 
 def _workers(config: ClusterConfig, image: str, name: str, role: str, pool: PoolConfig, text: str) -> Manifest:
     template = pods.standalone_worker_template(
-        image, role, pool, config.engine_for(pool), token_secret=name, config_map=f"{name}-config"
+        image,
+        role,
+        pool,
+        config.engine_for(pool),
+        token_secret=name,
+        config_map=f"{name}-config",
+        drain_timeout_s=config.drain_timeout_s,
     )
     return _deployment(name, role, None, template, text)
 

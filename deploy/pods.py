@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from typing import Any, Final
 
-from pdserve.cluster.guard import NODE_LEAVING
-from pdserve.config import MIB, EngineConfig, PoolConfig, WorkerConfig
+from pdserve.cluster.keeping.guard import NODE_LEAVING
+from pdserve.config import MIB, EngineConfig, PoolConfig
 
 Manifest = dict[str, Any]
 
@@ -20,9 +19,6 @@ TERMINATION_GRACE_S: Final = 30  # `pdserve up` stops all its processes in less 
 RAY_DRAIN_S: Final = "1"
 """Seconds that Ray waits for a node to become idle. A node with an actor never does, and Ray's default is 30 s. With 0 Ray
 would not even mark the node as leaving, and the worker's loss would count as one of its restarts of the hour."""
-_WORKER_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(WorkerConfig)}  # `pdserve up` changes none
-DRAIN_GRACE_S: Final = math.ceil(_WORKER_DEFAULTS["drain_timeout_s"]) + TERMINATION_GRACE_S
-"""The grace period of a worker's pod. It includes the time of the preStop hook, which drains the worker."""
 
 HEAD_MEMORY_MIB: Final = 2048  # Ray's own processes
 ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the router with its tokenizer
@@ -43,7 +39,9 @@ def head_template(image: str, *, autoscaling: bool = False) -> Manifest:
     return _template([{**container, "ports": ports, **_tcp_probes(GCS_PORT)}], automountServiceAccountToken=autoscaling)
 
 
-def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, router: str, token_secret: str) -> Manifest:
+def worker_template(
+    image: str, pool: PoolConfig, engine: EngineConfig, *, router: str, token_secret: str, drain_timeout_s: float
+) -> Manifest:
     """Return the pod of one worker. Ray starts our actor in it because no other pod offers the pool's resource.
 
     The pod's SIGTERM goes to Ray, which does not pass it on and ends our worker after a while. Therefore a hook drains the
@@ -69,7 +67,7 @@ def worker_template(image: str, pool: PoolConfig, engine: EngineConfig, *, route
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}},
         **_tcp_probes(RAYLET_PORT),
     }
-    return _template([container], terminationGracePeriodSeconds=DRAIN_GRACE_S)
+    return _template([container], terminationGracePeriodSeconds=_drain_grace_s(drain_timeout_s))
 
 
 def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
@@ -106,7 +104,7 @@ def router_template(image: str, *, head: str, token_secret: str, ports: dict[str
             {"name": "RAY_AUTH_TOKEN", "valueFrom": _token(token_secret)},
             _cluster_token(token_secret),
         ],
-        "ports": [{"containerPort": port, "name": name} for name, port in ports.items()],
+        "ports": _ports(ports),
         "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
         **_router_probes(),
     }
@@ -119,7 +117,7 @@ def standalone_router_template(image: str, *, token_secret: str, ports: dict[str
         **_container("router", image, _resources(cpus=1, memory_mib=ROUTER_MEMORY_MIB)),
         "command": ["/bin/sh", "-c", _with_secret("router", [], "router")],
         "env": [_cluster_token(token_secret)],
-        "ports": [{"containerPort": port, "name": name} for name, port in ports.items()],
+        "ports": _ports(ports),
         "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
         **_router_probes(),
     }
@@ -127,7 +125,14 @@ def standalone_router_template(image: str, *, token_secret: str, ports: dict[str
 
 
 def standalone_worker_template(
-    image: str, role: str, pool: PoolConfig, engine: EngineConfig, *, token_secret: str, config_map: str
+    image: str,
+    role: str,
+    pool: PoolConfig,
+    engine: EngineConfig,
+    *,
+    token_secret: str,
+    config_map: str,
+    drain_timeout_s: float,
 ) -> Manifest:
     """Return the pod of one worker without Ray. Its process is the container's first one, so that the pod's SIGTERM drains it;
     the grace period is longer than a drain may take. A worker that gave itself up ends, and is started again.
@@ -148,7 +153,12 @@ def standalone_worker_template(
         "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
     }
     volumes = [{"name": "config", "configMap": {"name": config_map}}]
-    return _template([container], terminationGracePeriodSeconds=DRAIN_GRACE_S, volumes=volumes)
+    return _template([container], terminationGracePeriodSeconds=_drain_grace_s(drain_timeout_s), volumes=volumes)
+
+
+def _drain_grace_s(drain_timeout_s: float) -> int:
+    """Return the grace period of a worker's pod. It includes the time of the preStop hook, which drains the worker."""
+    return math.ceil(drain_timeout_s) + TERMINATION_GRACE_S
 
 
 def _with_secret(file: str, lines: list[str], module: str) -> str:
@@ -157,6 +167,12 @@ def _with_secret(file: str, lines: list[str], module: str) -> str:
     made = f"/tmp/{file}.yaml"
     copied = f"umask 077\ncat /etc/pdserve/{file}.yaml > {made}\ncat >> {made} <<END\n{added}\nEND"
     return f"set -eu\n{copied}\nexec python -m {module} --config {made}"
+
+
+def _ports(ports: dict[str, int]) -> list[Manifest]:
+    """Return the ports of the router's container. Beats pass over UDP at the number of the link's port."""
+    listed: list[Manifest] = [{"containerPort": port, "name": name} for name, port in ports.items()]
+    return [*listed, {"containerPort": ports["link"], "name": "beats", "protocol": "UDP"}]
 
 
 def _router_probes() -> Manifest:

@@ -33,6 +33,7 @@ import yaml
 from deploy import network, pods
 from pdserve.config import ADMIN_PORT, ClusterConfig, PoolConfig, load
 from pdserve.core.errors import ConfigError
+from pdserve.observe.log_files import STDOUT
 
 Manifest = dict[str, Any]
 
@@ -49,7 +50,6 @@ FIXED_PORTS: Final = {
     "link": 50052,
     "admin": ADMIN_PORT,
 }  # they replace a port 0 of the configuration, which means any free one
-LOG_DIR: Final = "/tmp/pdserve-logs"  # the same in every pod, and writable in every pod
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # names that a Service may have, by RFC 1035
 MAX_NAME: Final = 40  # KubeRay makes longer names from it, and a label has at most 63 characters
 
@@ -103,7 +103,7 @@ def on_kubernetes(config: ClusterConfig, name: str) -> ClusterConfig:
         config,
         address="auto",
         advertise_host=None,
-        log_dir=config.log_dir or LOG_DIR,
+        log_dir=config.log_dir or STDOUT,  # what is written to a file of a pod goes with the pod
         router=router,
         prefill=_on_own_pods("prefill", _with_threads(config, config.prefill)),
         decode=_on_own_pods("decode", _with_threads(config, config.decode)),
@@ -181,7 +181,14 @@ def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name:
         "minReplicas": least,
         "maxReplicas": most,
         "rayStartParams": pods.ray_start_params(pool),
-        "template": pods.worker_template(image, pool, config.engine_for(pool), router=router, token_secret=name),
+        "template": pods.worker_template(
+            image,
+            pool,
+            config.engine_for(pool),
+            router=router,
+            token_secret=name,
+            drain_timeout_s=config.drain_timeout_s,
+        ),
     }
 
 
@@ -214,14 +221,17 @@ def _config_map(name: str, text: str) -> Manifest:
 
 
 def service(own: str, name: str, ports: dict[str, int], **spec: Any) -> Manifest:
-    """Return a Service of the cluster's router under a name of its own."""
+    """Return a Service of the cluster's router under its own name. Beats pass over UDP at the number of the link's port."""
+    numbers: list[Manifest] = [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()]
+    if "link" in ports:
+        numbers.append({"name": "beats", "protocol": "UDP", "port": ports["link"], "targetPort": "beats"})
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata(own, name, "router"),
         "spec": {
             "selector": labels(name, "router"),
-            "ports": [{"name": port, "port": number, "targetPort": port} for port, number in ports.items()],
+            "ports": numbers,
             **spec,
         },
     }

@@ -96,6 +96,10 @@ class Context:
         """Return no metadata: nobody asks for a token."""
         return ()
 
+    def peer(self) -> str:
+        """Return a name for the caller; all have the same."""
+        return "simulated"
+
     async def write(self, message: Any) -> None:
         """Drop the progress of a drain."""
 

@@ -38,6 +38,8 @@ class Ask:
     leaves_after_s: float | None = None  # the client cancels after this time; None: it stays
     leader: str = ""  # the request of which this is another choice, by name
     constraint: Constraint | None = None
+    ends_at: int | None = None  # the output token at which it ends its worker; None: it is harmless
+    client: tuple[str, ...] = ()  # the names of its client, connection and call; empty: it is not known
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ def _input_of(ask: Ask) -> GenerateInput:
         options={"priority": ask.priority},
         leader=ask.leader,
         constraint=ask.constraint,
+        client=ask.client,
     )
 
 
@@ -175,6 +178,18 @@ def with_constraints(asks: list[Ask], rng: random.Random, share: float) -> list[
         else ask
         for ask in asks
     ]
+
+
+def with_poison(asks: list[Ask], rng: random.Random, count: int) -> list[Ask]:
+    """Let so many requests end their workers, at their prompts or at one of their tokens."""
+    poison = {ask.name for ask in rng.sample(asks, count)}
+    return [replace(ask, ends_at=rng.choice((0, 0, 1, 4, 12))) if ask.name in poison else ask for ask in asks]
+
+
+def with_clients(asks: list[Ask], rng: random.Random, count: int) -> list[Ask]:
+    """Let the requests come from so many clients, with two connections each. 0: nobody knows from whom they come."""
+    clients = [(f"client{i}", f"connection{j}") for i in range(count) for j in range(2)]
+    return [replace(ask, client=(*rng.choice(clients), ask.name)) for ask in asks] if clients else asks
 
 
 def with_siblings(asks: list[Ask], rng: random.Random, share: float, *, unruly: bool) -> list[Ask]:

@@ -13,7 +13,7 @@ from typing import Final
 
 from faultsim.oracle import CARD, EOS, VOCAB_SIZE, chain, draw, score
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum
+from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -26,6 +26,28 @@ STEP_S: Final = 0.004  # a step takes this time, and
 TOKEN_S: Final = 0.0005  # this for each of its tokens, so that chunks of a prompt take longer than decodes, as in a real engine
 _MASK: Final = (1 << 64) - 1
 HAND_OVER_S: Final = 0.002  # a message from one thread to another takes at most this time, since threads share the GIL
+
+
+class Poison:
+    """The requests of clients that end their workers: a worker dies in the step that draws the token `at` of one or a later
+    one. They are told apart by their seeds."""
+
+    def __init__(self) -> None:
+        self._from: dict[int, tuple[str, int]] = {}
+        self.ended_by: dict[Incarnation, str] = {}
+        """The names of the requests that have ended workers."""
+
+    def add(self, name: str, seed: int, at: int) -> None:
+        """Let a request end its workers."""
+        self._from[seed] = name, at
+
+    def in_step(self, plan: StepPlan) -> str:
+        """Return the name of the request that ends the worker in this step. Empty: none does."""
+        for spec in plan.specs:
+            name, at = self._from.get(spec.params.seed, ("", 0))
+            if name and spec.scored is None and spec.output_index >= at:
+                return name
+        return ""
 
 
 class SimMemory:
@@ -143,7 +165,11 @@ class SimEngine:
         prefix_caching: bool,
         check_steps: bool,
         checksums: bool,
+        step_s: float,
+        ends: Callable[[StepPlan], bool],
     ) -> None:
+        """`ends` is asked at the end of each step, and ends the process if it returns True. Other parameters are those of the
+        scheduler."""
         self.kv = kv
         self.pool = pool
         self.scheduler = Scheduler(
@@ -160,12 +186,19 @@ class SimEngine:
         self._process = process
         self._publish = publish
         self._reached = reached
+        self._step_s = step_s
+        self._ends = ends
         self._check_steps = check_steps
         self._commands: deque[Command] = deque()
         self._busy = False
         self._told_s = 0.0
         self._rng = rng
         self._free = free_blocks(pool)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the requests that are computed."""
+        return [seq.spec.sampling.seed for seq in (*self.scheduler._decoding, *self.scheduler._prefilling)]
 
     def snapshot(self) -> EngineSnapshot:
         """Return the present counts of blocks and sequences."""
@@ -194,7 +227,7 @@ class SimEngine:
             if spec.grammar is not None:
                 spec.grammar.mask()  # as the thread of the masks does, while the model runs
         if plan.slices:
-            step_s = STEP_S + TOKEN_S * plan.num_tokens
+            step_s = self._step_s + TOKEN_S * plan.num_tokens
             self._process.engine_loop.call_later(step_s, self._finish, plan, step_s)
         else:
             self._next()
@@ -202,7 +235,7 @@ class SimEngine:
     def _finish(self, pending: StepPlan, step_s: float) -> None:
         self.steps += 1
         self._reached("engine_step")
-        if not self._process.alive:
+        if not self._process.alive or self._ends(pending):
             return
         events = self._engine.finish(self.kv.collect(pending), step_s)
         self._settle()

@@ -109,6 +109,15 @@ def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
     return replace(plan, faults=(*plan.faults, *faults))
 
 
+def with_sick_workers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """Add, to an eighth of the plans, a worker that fails all its requests until the faults end. It is ejected meanwhile."""
+    if rng.random() < 7 / 8:
+        return plan
+    at_s = rng.uniform(0.5, plan.until_s * 0.4)
+    sick = Fault(at_s, FaultKind.NO_NUMBERS, rng.choice(WORKERS), plan.until_s - at_s)
+    return replace(plan, faults=(*plan.faults, sick))
+
+
 def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
     """Add, to a third of the plans, processes that are started with a worker id that is in use."""
     count = rng.choice((0, 0, 0, 0, 1, 2))

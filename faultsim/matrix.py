@@ -1,8 +1,9 @@
 """The matrix of directed faults. At each step of the protocol each actor is killed or stalled, its message is dropped or
-repeated, or a worker is asked for its other role.
+repeated, a worker is asked for its other role, or a request that it computes ends it and every worker after it.
 
 A first run without faults counts the steps. Each cell is then a run of its own, with the same few requests, in which one
-fault happens once. All requests of a calm cell must succeed, but for those that lose the router, which nothing can hide.
+fault happens once. All requests of a calm cell must succeed, but for those that lose the router, which nothing can hide, and
+for the one that ends its workers.
 """
 
 from __future__ import annotations
@@ -109,13 +110,15 @@ def _steps(*, rough: bool) -> dict[tuple[str, str], tuple[Act, ...]]:
     assert not report.problems, report.problems
     messages = {step for step, _ in census.arrived}
     ends = (Act.KILL, Act.STALL, Act.LONG_STALL, Act.FLIP)
-    found = {key: tuple(Act) if key[0] in messages else ends for key in census.sent}
+    found = {key: (*ends, Act.DROP, Act.DUPLICATE) if key[0] in messages else ends for key in census.sent}
     found.update({key: ends for key in census.arrived if key not in found})
-    return {key: _possible(key[1], acts) for key, acts in found.items() if key[0] not in NOT_A_STEP}
+    return {key: _possible(*key, acts) for key, acts in found.items() if key[0] not in NOT_A_STEP}
 
 
-def _possible(actor: str, acts: tuple[Act, ...]) -> tuple[Act, ...]:
-    """Leave out the role flips of a router."""
+def _possible(step: str, actor: str, acts: tuple[Act, ...]) -> tuple[Act, ...]:
+    """Leave out the role flips of a router. A request ends its workers at their steps."""
+    if step.startswith("engine_step"):
+        return (*acts, Act.POISON)
     return tuple(act for act in acts if act is not Act.FLIP or actor != "router")
 
 
@@ -174,6 +177,11 @@ def _must_succeed(cell: Cell, report: RunReport) -> list[str]:
     if cell.actor == "router" and cell.act not in (Act.DROP, Act.DUPLICATE):
         bad.pop(ErrorCode.REPLICA_LOST.value, None)  # a broken connection: the client tries again
         bad.pop(ErrorCode.UNAVAILABLE.value, None)  # the request came before the workers had joined
+    if cell.act is Act.POISON and report.ended:
+        if bad.pop(ErrorCode.POISON_REQUEST.value, 0) != 1:
+            return ["the request that ends its workers was not found"]
+        if not report.unplaced:
+            bad.pop(ErrorCode.UNAVAILABLE.value, None)  # the request came when nobody was left, and was refused
     return [f"{count} requests ended with {name}, of a single fault" for name, count in bad.items()]
 
 

@@ -11,8 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from faultsim.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
-from faultsim.client import CALM_DEADLINE_S, Ask, draw_ask, with_constraints, with_scores, with_siblings
-from faultsim.engine import BLOCK_SIZE
+from faultsim.client import (
+    CALM_DEADLINE_S,
+    Ask,
+    draw_ask,
+    with_clients,
+    with_constraints,
+    with_poison,
+    with_scores,
+    with_siblings,
+)
+from faultsim.engine import BLOCK_SIZE, STEP_S
 from faultsim.faults import (
     WORKERS,
     Fault,
@@ -24,12 +33,13 @@ from faultsim.faults import (
     with_hung_engines,
     with_lost_numbers,
     with_role_flips,
+    with_sick_workers,
     with_wrong_keys,
 )
 from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
-from faultsim.worker import LOST_S
+from faultsim.worker import LOST_S, WorkerShape
 from faultsim.world import LEASE, Shape, World
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.sim.network import Weather
@@ -43,6 +53,9 @@ REDO_S: Final = 7.0
 """A request starts over within this time, whatever it waits for: a silent link, a lease, a read, or a worker."""
 FLIP_S: Final = 22.0
 """A worker has taken its other role within this time: the limits of a drain and of closing the old role, and probes."""
+DRAINED_S: Final = 45.0
+"""A worker that drains or flips has left within this time by the router's clock: `FLIP_S`, and the longest stop of a process,
+on a clock that is fast by two fifths."""
 FRESH_DEADLINE_S: Final = 10.0
 _ONE, _OTHER, _TWO, _MIXED = ("float32",), ("bfloat16",), ("float32", "float32"), ("float32", "bfloat16")
 KV_DTYPES: Final = ((_ONE, _ONE), (_OTHER, _ONE), (_TWO, _TWO), (_MIXED, _TWO))
@@ -64,6 +77,22 @@ class RunReport:
     messages: int = 0
     virtual_s: float = 0.0
     flips: int = 0
+    ejections: int = 0
+    migrations: int = 0
+    longest_drain_s: float = 0.0
+    """The longest time from the router's word to drain or to flip until the worker had left."""
+    unplaced: int = 0
+    """The requests that were accepted and then found no worker."""
+    ended: int = 0
+    """The workers that requests have ended."""
+    deaths: int = 0
+    """The workers that died."""
+    lost: int = 0
+    """The workers that routers have lost, and that did not drain."""
+    resumed: int = 0
+    """The streams of links that were taken up again."""
+    adopted: int = 0
+    """The workers that a new router found alive."""
     attempts: int = 0
     """The number of further attempts, after the first, of requests that ended well."""
 
@@ -74,6 +103,7 @@ def run_seed(seed: int) -> RunReport:
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
+    plan = with_sick_workers(plan, random.Random(f"{seed} sick"))
     plan = with_budgets(plan, random.Random(f"{seed} budgets"))
     plan = with_wrong_keys(plan, random.Random(f"{seed} keys"))
     plan = with_role_flips(plan, random.Random(f"{seed} role flips"))
@@ -87,6 +117,9 @@ def run_seed(seed: int) -> RunReport:
     asks = _with_fields(asks, seed)
     groups = random.Random(f"{seed} groups")
     asks = with_siblings(asks, groups, groups.choice((0.0, 0.3)), unruly=True)
+    poison, clients = random.Random(f"{seed} poison"), random.Random(f"{seed} clients")
+    asks = with_poison(asks, poison, poison.choice((0, 0, 0, 0, 0, 0, 1, 2)))
+    asks = with_clients(asks, clients, clients.choice((0, 0, 1, 3)))
     return simulate(seed, shape, plan, asks, Census())
 
 
@@ -115,6 +148,92 @@ def run_with_role_flips(seed: int) -> RunReport:
         _with_kv_dtypes(with_prefix_caching(Shape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
     return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_sick_workers(seed: int) -> RunReport:
+    """Make a run in which one worker's logits are never finite numbers, with the router's default budget of retries. In a third
+    of the runs the other decode worker is killed once that one is ejected."""
+    sick = ("decode1", "prefill1", "decode1")[seed % 3]
+    faults: tuple[Fault, ...] = (Fault(1.0, FaultKind.NO_NUMBERS, sick, FAULTS_S - 1.0),)
+    if seed % 3 == 2:
+        faults += (Fault(6.0, FaultKind.KILL, "decode0", 2.0),)
+    plan = FaultPlan(faults, Weather(), ReadFaults(), {}, FAULTS_S)
+    asks = draw_asks(random.Random(f"{seed} workload"), 120, until_s=FAULTS_S, unruly=False)
+    return simulate(seed, Shape(), plan, asks, Census())
+
+
+def run_with_poison(seed: int) -> RunReport:
+    """Make a run in which one or two requests end their workers, and nothing else goes wrong. The answers are longer than a
+    trial."""
+    asks = _streams(seed, 24, until_s=3.0)
+    asks = with_poison(asks, random.Random(f"{seed} poison alone"), 1 + seed % 2)
+    return simulate(seed, _wide(), calm_plan(FAULTS_S), asks, Census())
+
+
+def run_with_moves(seed: int) -> RunReport:
+    """Make a run in which one worker after the other drains or takes its other role and comes back, by an order or by a signal,
+    and nothing goes wrong. Steps are so slow that each stream lasts longer than a drain may."""
+    rng, faults = random.Random(f"{seed} moves"), []
+    for number in range(4):
+        at_s, name, other = 1.0 + 3.0 * number + rng.random(), rng.choice(WORKERS[1:]), rng.choice(("", "router"))
+        flips = rng.random() < 0.4
+        faults.append(Fault(at_s, FaultKind.FLIP if flips else FaultKind.DRAIN, name, other=other))
+        faults += [Fault(at_s + 1.5, FaultKind.FLIP, name)] if flips else []
+    plan = FaultPlan(tuple(faults), Weather(delay_s=0.005), ReadFaults(), {}, 14.0)
+    return simulate(seed, _wide(step_s=0.04), plan, _streams(seed, 24, until_s=12.0), Census())
+
+
+def run_with_lost_workers(seed: int) -> RunReport:
+    """Make a run in which workers are lost one after the other, under more streams than the budget of retries has retries. With
+    odd seeds each of them is killed once. With even ones they only stand still for too long, again and again, and come back."""
+    rng = random.Random(f"{seed} lost workers")
+    if seed % 2:
+        order = ("decode0", "decode1", "prefill0", "prefill1")
+        faults = [Fault(0.7 + 0.8 * n + rng.random() / 2, FaultKind.KILL, name, 0.2) for n, name in enumerate(order)]
+    else:
+        order = ("decode0", "decode1") * 2
+        still_s = LOST_S + NOTICED_S + 0.5
+        faults = [Fault(0.7 + still_s * n + rng.random() / 5, FaultKind.STALL, name, still_s) for n, name in enumerate(order)]
+    plan = FaultPlan(tuple(faults), Weather(), ReadFaults(), {}, 8.0 if seed % 2 else 16.0)
+    return simulate(seed, _wide(step_s=0.02 if seed % 2 else 0.08), plan, _streams(seed, 24, until_s=0.5), Census())
+
+
+def run_with_broken_links(seed: int) -> RunReport:
+    """Make a run in which streams of links break all the time, and nobody is silent for long."""
+    rng = random.Random(f"{seed} broken links")
+    faults = tuple(Fault(0.5 + 0.4 * n + 0.3 * rng.random(), FaultKind.RESET, "router") for n in range(20))
+    plan = FaultPlan(faults, Weather(delay_s=rng.choice((0.0002, 0.01))), ReadFaults(), {}, 9.0)
+    asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=9.0, unruly=False)
+    return simulate(seed, with_prefix_caching(Shape(), True), plan, asks, Census())
+
+
+def run_with_adoptions(seed: int) -> RunReport:
+    """Make a run in which the router is killed again and again, while its links break, are silent and are taken up again. All
+    workers live on."""
+    rng, faults = random.Random(f"{seed} adoptions"), []
+    for number in range(4):
+        at_s = 1.0 + 2.7 * number + rng.random()
+        faults.append(Fault(at_s, FaultKind.KILL, "router", rng.choice((0.0005, 0.1, 0.5, 1.0))))
+        faults.append(Fault(at_s - rng.choice((0.0, 0.003, 0.05, 0.3)), FaultKind.RESET, "router"))
+        faults.append(Fault(at_s + 1.2 * rng.random(), FaultKind.RESET, "router"))
+        silent_s = rng.choice((0.5, LOST_S - 0.5, LOST_S + 0.3))
+        faults.append(Fault(at_s - rng.random(), FaultKind.CUT, rng.choice(WORKERS), silent_s, "router"))
+    weather = Weather(delay_s=0.005, link_loss=rng.choice((0.0, 0.002)))
+    plan = FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at_s)), weather, ReadFaults(), {}, 15.0)
+    asks = draw_asks(random.Random(f"{seed} workload"), 64, until_s=15.0, unruly=True)
+    return simulate(seed, with_prefix_caching(Shape(), True), plan, asks, Census())
+
+
+def _streams(seed: int, count: int, *, until_s: float) -> list[Ask]:
+    """Draw requests with long answers."""
+    asks = draw_asks(random.Random(f"{seed} workload"), count, until_s=until_s, unruly=False)
+    return [replace(ask, params=SamplingParams(max_tokens=60, seed=ask.params.seed, ignore_eos=True)) for ask in asks]
+
+
+def _wide(step_s: float = STEP_S) -> Shape:
+    """Return a cluster whose workers have room for all requests."""
+    wide = WorkerShape(num_blocks=1000, max_num_seqs=32, max_num_batched_tokens=64, lease=LEASE, step_s=step_s)
+    return Shape(prefill=wide, decode=wide, check_steps=False)
 
 
 def run_with_preemptions(seed: int) -> RunReport:
@@ -223,6 +342,19 @@ def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: 
     report.messages = world.network.messages
     report.virtual_s = world.timeline.now_s
     report.flips = world.num_flips
+    report.deaths = world.deaths
+    report.resumed = sum(worker.member.link.streams_resumed for worker in world.workers.values())
+    report.ended = len(world.poison.ended_by)
+    for number, watch in enumerate(world.watches):
+        report.migrations += watch.migrations
+        report.unplaced += watch.unplaced
+        report.lost += watch.lost
+        report.longest_drain_s = max([report.longest_drain_s, *watch.drained_s])
+        report.adopted += len(watch.met & world.watches[number - 1].met) if number else 0
+    if report.longest_drain_s > DRAINED_S:
+        report.problems.append(f"a worker drained for {report.longest_drain_s:.1f} s")
+    if world.router.service is not None:
+        report.ejections = world.router.core.health.ejections.total()
     return report
 
 

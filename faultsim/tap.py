@@ -11,6 +11,8 @@ from pdserve.sim.network import Fate
 from pdserve.sim.process import Process
 
 if TYPE_CHECKING:
+    from faultsim.client import Ask
+    from faultsim.worker import SimWorker
     from faultsim.world import World
 
 STALL_S: Final = 1.2
@@ -28,6 +30,7 @@ class Act(Enum):
     DROP = "drop"
     DUPLICATE = "duplicate"
     FLIP = "flip"
+    POISON = "poison"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Cell:
     """One cell of the matrix: at occurrence `nth` (from 0) of `step`, the fault `act` hits the `actor` (a role).
 
     For a message, a fault hits the sender before it sends and the receiver before it handles the message. DROP and
-    DUPLICATE hit the message itself, on its way from `actor`. FLIP lets a worker drain and take its other role.
+    DUPLICATE hit the message itself, on its way from `actor`. FLIP lets a worker drain and take its other role. POISON
+    lets a request that is computed at this step end the worker, and every other worker that computes it from then on.
     """
 
     step: str
@@ -91,6 +95,8 @@ class Census:
         cell = self._cell
         if cell is None or (step, actor.role) != (cell.step, cell.actor) or self.hits:
             return None
+        if cell.act is Act.POISON and not self._computed(actor):
+            return None  # only a probe runs there
         self._seen += 1
         if self._seen <= cell.nth:
             return None
@@ -98,6 +104,11 @@ class Census:
         self.victim = actor.name
         if cell.act is Act.FLIP:
             self._flip(actor)
+        elif cell.act is Act.POISON:
+            worker, ask = self._computed(actor)[0]
+            assert self.world is not None
+            self.world.poison.add(ask.name, ask.params.seed, 0)
+            worker.end_by(ask.name)
         elif cell.act is Act.KILL:
             actor.kill()
         elif cell.act is Act.STALL:
@@ -108,6 +119,15 @@ class Census:
 
     def _flip(self, actor: Process) -> None:
         """Ask a worker for its other role, as the router or an operator would at this moment."""
+        actor.loop.post(0.0, self._worker(actor).flip)
+
+    def _worker(self, actor: Process) -> SimWorker:
         assert self.world is not None
-        worker = next(worker for worker in self.world.workers.values() if worker.process is actor)
-        actor.loop.post(0.0, worker.flip)
+        return next(worker for worker in self.world.workers.values() if worker.process is actor)
+
+    def _computed(self, actor: Process) -> list[tuple[SimWorker, Ask]]:
+        """Return the requests of clients that a worker computes."""
+        assert self.world is not None
+        worker = self._worker(actor)
+        asks = {client.outcome.ask.params.seed: client.outcome.ask for client in self.world.clients}
+        return [(worker, asks[seed]) for seed in worker.engine.seeds if seed in asks]

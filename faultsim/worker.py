@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
-from faultsim.engine import BLOCK_SIZE, SimEngine, SimKv
+from faultsim.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv
 from faultsim.grammars import GrammarThread, SimCompiler
 from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from faultsim.staging import SimConverter, make_staging
@@ -26,6 +26,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.prefix_keys import KEY_BYTES
+from pdserve.core.step_plan import StepPlan
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.sim.channel import FakeChannel
 from pdserve.sim.network import Network
@@ -65,6 +66,7 @@ class WorkerShape:
     kv_dtypes: tuple[str, ...] = ("float32",)
     """The dtype of each KV group, of which there are as many as dtypes. A worker with other ones converts the groups that it
     reads from this worker and whose dtypes differ."""
+    step_s: float = STEP_S
     window: int | None = None
     """The sliding window of the second group in tokens, if there is one. None: it has no window."""
 
@@ -86,9 +88,10 @@ class SimWorker:
         check_steps: bool,
         worker_id: str = "",
         flipped: Callable[[], None] = lambda: None,
+        poisonous: Poison | None = None,
     ) -> None:
         """Build the worker and make it known to the network. `worker_id` empty: the name of the process. `flipped` is called
-        when a life with another role begins.
+        when a life with another role begins. `poisonous` has the requests that end the process.
 
         `reached` is called at each step that is not a message, with the step's name and the process.
         """
@@ -112,6 +115,7 @@ class SimWorker:
         self._reached = reached
         self._poison = poison
         self._flipped = flipped
+        self._poisonous = poisonous or Poison()
         self._pools = pools
         self._network = network
         self.engine = self._make_engine(sizes, rng, reached, check_steps=check_steps)
@@ -142,7 +146,9 @@ class SimWorker:
         converter = SimConverter(process, rng)
         self.staging = make_staging(process, self.transfer, self.spec, self.kv, converter, rng, poison=self._poison)
         self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
-        self.member = Member(self._config, ROLES[process.role], self.view, flips=self.lives, open_channel=self._open_channel)
+        self.member = Member(
+            self._config, ROLES[process.role], self.view, flips=self.lives, open_channel=self._open_channel, make_beats=None
+        )
         self._tell = self.member.link.send
         self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)
@@ -183,7 +189,21 @@ class SimWorker:
             prefix_caching=shape.prefix_caching,
             check_steps=check_steps,
             checksums=shape.lease.kv_checksum,
+            step_s=shape.step_s,
+            ends=self._ends,
         )
+
+    def _ends(self, plan: StepPlan) -> bool:
+        """End the process if the step computes a request that ends its workers."""
+        name = self._poisonous.in_step(plan)
+        if name:
+            self.end_by(name)
+        return bool(name)
+
+    def end_by(self, name: str) -> None:
+        """End the process as a request of this name does it."""
+        self._poisonous.ended_by[self.incarnation] = name
+        self.process.kill()
 
     def _submit(self, command: Command) -> None:
         """Give a command to the engine. A draining worker must begin nothing new."""
@@ -247,6 +267,7 @@ class SimWorker:
         return Host(
             config=self._config,
             card=CARD,
+            model_digest=CARD.fingerprint,
             kv_spec=self.spec,
             regions=self.regions,
             tokenizer=TOKENIZER,

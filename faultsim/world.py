@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from faultsim.actuator import RollingUpgrade, UpgradeWatch
 from faultsim.client import Ask, Client
+from faultsim.engine import Poison
 from faultsim.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
 from faultsim.recorded import MemoryNotes
 from faultsim.router import SimRouter
 from faultsim.transfer import Pools, ReadFaults
+from faultsim.watch import CoreWatch
 from faultsim.worker import SimWorker, WorkerShape
 from pdserve.config import LeaseConfig, RouterConfig
 from pdserve.core.errors import CannotFlip, InvalidRequest, StaleOrder, UnknownWorker
@@ -78,20 +80,23 @@ class World:
     processes: dict[str, Process] = field(default_factory=dict)
     workers: dict[str, SimWorker] = field(default_factory=dict)
     clients: list[Client] = field(default_factory=list)
-    recorded: list[MemoryNotes] = field(default_factory=list)
-    """The events of each incarnation of the router."""
     restarts: int = 0
+    deaths: int = 0
+    """The workers that died."""
     num_flips: int = 0
     """The lives that began with a role flip."""
     lacked_a_role: bool = False
     """True: after the faults some requests had to wait for a worker that takes its old role again."""
 
     upgrade: UpgradeWatch | None = None
+    routers: list[SimRouter] = field(default_factory=list)
+    """All incarnations of the router."""
 
     def __post_init__(self) -> None:
         self._orders: dict[str, tuple[Role, int]] = {}  # the last flip that the router was asked for, by worker
         self.network = Network(self.timeline, self._rng("network"), self.plan.weather, self.tap)
         self.pools = Pools(faults=self.plan.reads)
+        self.poison = Poison()
         self._world = Waker(self.timeline)
         self._graveyard: list[Process] = []
         self._incarnations = 0
@@ -116,8 +121,8 @@ class World:
         process.on_death[self] = lambda: self._died(process)
         self.processes[name] = process
         if role == "router":
-            self.router = SimRouter(process, self.network, rng, self.shape.router)
-            self.recorded.append(self.router.notes)
+            self.router = SimRouter(process, self.network, rng, self.shape.router, self.poison.ended_by)
+            self.routers.append(self.router)
             self._spawn(process, self.router.run())
         else:
             self.workers[name] = self._start_worker(process, name, rng)
@@ -134,6 +139,7 @@ class World:
             check_steps=self.shape.check_steps,
             worker_id=worker_id,
             flipped=self._flipped,
+            poisonous=self.poison,
         )
         self._spawn(process, worker.run(process.kill))
         return worker
@@ -145,6 +151,7 @@ class World:
         """Plan the restart of a process that died, under the same name and address."""
         self._graveyard.append(process)
         self.restarts += 1
+        self.deaths += process.role != "router"
         wait_s = self._down.pop(process.name, None)
         self._world.post(RESTART_S if wait_s is None else wait_s, self.start, process.name)
 
@@ -157,6 +164,8 @@ class World:
         """Add a client that sends its request at `ask.at_s`, or now if that has passed."""
         client = Client(ask, lambda: self.timeline.now_s)
         self.clients.append(client)
+        if ask.ends_at is not None:
+            self.poison.add(ask.name, ask.params.seed, ask.ends_at)
         self._world.post(max(0.0, ask.at_s - self.timeline.now_s), self._send, client)
         return client
 
@@ -230,7 +239,7 @@ class World:
             and service is not None
             and fault.target in {w.hello.worker_id for w in service.snapshot().workers}
         ):
-            router.loop.post(0.0, service.drain, fault.target)
+            router.loop.post(0.0, lambda: service.drain(fault.target, force=True))
         else:
             self.processes[fault.target].loop.post(0.0, self.workers[fault.target].member.drain)
 
@@ -312,6 +321,16 @@ class World:
         self._world.post(CHECK_EVERY_S, self._check)
 
     @property
+    def recorded(self) -> list[MemoryNotes]:
+        """The events of each incarnation of the router."""
+        return [router.notes for router in self.routers]
+
+    @property
+    def watches(self) -> list[CoreWatch]:
+        """The watches over the cores of all incarnations of the router."""
+        return [router.watch for router in self.routers if router.watch is not None]
+
+    @property
     def router_undisturbed(self) -> bool:
         """True if the router has run since the start, and was neither killed nor stopped."""
         return self.router is self._first_router and not self.router.process.disturbed
@@ -322,10 +341,11 @@ class World:
         return any(fault.kind is FaultKind.FLIP for fault in self.plan.faults)
 
     def everybody_up(self) -> bool:
-        """Tell whether all processes live and all workers are linked and take requests, their probes included."""
+        """Tell whether all processes live and all workers are linked and take requests, their probes included. An ejected
+        worker is out for longer than a run lasts."""
         linked = list(self.router.core.registry)
         alive = all(self.processes[name].alive for name in ALL)
-        return alive and len(linked) == len(WORKERS) and all(worker.serves for worker in linked)
+        return alive and len(linked) == len(WORKERS) and all(w.serves or self.router.core.health.is_out(w) for w in linked)
 
     def end(self) -> None:
         """End all tasks of this world, without warnings from asyncio."""

@@ -6,9 +6,10 @@ import click
 
 from pdserve import __version__
 from pdserve.commands.bench.group import bench
-from pdserve.commands.capacity import capacity
+from pdserve.commands.capacity.command import capacity
 from pdserve.commands.chat import chat
 from pdserve.commands.demo import demo
+from pdserve.commands.down import down
 from pdserve.commands.explain import explain
 from pdserve.commands.generate import generate
 from pdserve.commands.models import models
@@ -30,6 +31,7 @@ def main() -> None:
 
 for command in (
     up,
+    down,
     generate,
     chat,
     status,

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import typing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -18,9 +18,8 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.autoscaling import PLANNER, AutoscalingConfig, PoolCost
-from pdserve.core.settings.chats import ChatConfig
-from pdserve.core.settings.labels import LabelSelector, check_key
+from pdserve.core.settings.autoscaling import PLANNER, AutoscalingConfig
+from pdserve.core.settings.metrics import MetricsConfig
 from pdserve.core.settings.types import (
     Bytes,
     NonNegativeBytes,
@@ -34,15 +33,16 @@ from pdserve.core.settings.types import (
     check_types,
     is_loopback,
 )
-from pdserve.core.slo import SloClass, classes_of
-from pdserve.plugins import is_path
+from pdserve.pool_config import MOST_WORKERS, check_gpus
+from pdserve.pool_config import PoolConfig as PoolConfig
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
 CUDA_BATCHED_TOKENS: Final = 8192  # vLLM takes the same on GPUs of the Hopper class; a chunk of 512 leaves most of one idle
 ADMIN_PORT: Final = 50053
 CPU_KV_BYTES: Final = 256 * MIB  # this holds 11,648 tokens of SmolLM2-135M in bfloat16
-MOST_WORKERS: Final = 4096  # of a pool without `max_replicas`: larger than any cluster that was ever measured
+START_TIMEOUT_S: Final = 1800.0  # 140 GB of weights (70 G values in bfloat16) take 19 minutes to download at 1 Gbit/s
+DRAIN_TIMEOUT_S: Final = 300.0  # a worker without room elsewhere for its requests serves 15,000 tokens of each at 50 a second
 BEATS_TO_LOSE: Final = 3  # a worker or a router counts as lost only after it has missed at least so many heartbeats
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -188,15 +188,14 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(ChatConfig):
+class RouterConfig(MetricsConfig):
     """The router: where it listens, which limits it sets for clients, and how it deals with losses. Port 0 is any free one."""
 
     # Clients connect to this address, by HTTP and by gRPC.
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 50051
-    # `pdserve status`, `drain`, `scale` and others connect here. Where other machines reach the address, each call needs the
-    # cluster's token.
+    # Operators' commands connect here. Where other machines reach the address, each call needs the cluster's token.
     admin_host: str = "127.0.0.1"
     # None is 50053, or any free port if `grpc_port` is 0.
     admin_port: Port | None = None
@@ -205,8 +204,7 @@ class RouterConfig(ChatConfig):
     link_port: Port = 0
     # Workers are told to connect to this address. None takes `link_host`.
     advertise_host: str | None = None
-    # A prompt is computed on a prefill worker (disaggregated), or on the decode worker (colocated). "auto" decides for each
-    # request, and a request may ask for its own placement.
+    # A prompt is computed on a prefill worker (disaggregated) or on its decode worker (colocated). A request may ask for one.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
     # Among the workers that may take a request, these policies choose: "prefix_aware", "session_affinity", "goodput",
     # "least_loaded", "power_of_two", "round_robin", "random", or module:function of your own, which the router imports.
@@ -216,37 +214,36 @@ class RouterConfig(ChatConfig):
     colocate_below_tokens: NonNegativeInt = 0
     # "auto" also computes a prompt on the decode worker where that is predicted to cost less time: its own and that of others.
     colocate_by_cost: bool = True
-    # The router refuses further requests while so many requests, or so many of their tokens, wait.
-    max_queued_requests: PositiveInt = 1024
-    max_queued_tokens: PositiveInt = 1 << 20
-    # The index of which worker holds which prefixes may take so many bytes. When full, it forgets the oldest. 0 turns it off.
-    prefix_index_bytes: NonNegativeBytes = 256 * MIB
-    # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`
-    # and `queue_share`. The built-in classes are default, voice, code, chat and batch; what is not set here stays as it is.
-    slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # A request that names no class belongs to this one.
-    default_class: str = "default"
+    # The router refuses further requests while so many requests, or so many of their tokens, wait. None follows the workers.
+    max_queued_requests: PositiveInt | None = None
+    max_queued_tokens: PositiveInt | None = None
+    # The index of who holds which prefixes may take so many bytes, and then forgets the oldest. 0: no index. None: as above.
+    prefix_index_bytes: NonNegativeBytes | None = None
     # A request that names no deadline gets the default. No request gets more than the maximum.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
     # One HTTP body may have so many bytes, and all large bodies that are on their way may have so many together.
     max_body_bytes: Bytes = 8 * MIB
     max_inflight_body_bytes: Bytes = 64 * MIB
-    # Each port for clients accepts so many connections, and fewer where the limit of open files (RLIMIT_NOFILE) is too low.
-    max_connections: Annotated[int, Meta(ge=16)] = 1024
+    # Each port for clients accepts so many connections, if RLIMIT_NOFILE allows. None follows the workers' sequences.
+    max_connections: Annotated[int, Meta(ge=16)] | None = None
     # A request is cancelled when its client takes nothing for so long.
     stalled_client_s: PositiveFloat = 30.0
+    # After SIGTERM the router refuses new requests, and streams may go on for so long.
+    drain_s: NonNegativeFloat = 30.0
     # Each worker sends a heartbeat this often, and the router answers it. `pdserve up` tells workers the interval.
     heartbeat_interval_s: PositiveFloat = 1.0
     # A worker that the router does not hear for so long is lost. A worker counts its router as lost after the same time.
     heartbeat_lost_s: PositiveFloat = 5.0
     # A worker becomes ready only after KV has passed between it and a worker of the other pool once.
     probe_workers: bool = True
-    # A request is tried at most so many times, the first time included.
+    # A request that fails is tried at most so many times, the first time included. Losses of workers do not count.
     max_attempts: PositiveInt = 4
-    # All requests together may be retried `retry_burst` times, plus this share of the admitted requests.
+    # All requests that fail may be retried `retry_burst` times together, plus this share of the admitted requests.
     retry_share: NonNegativeFloat = 0.1
     retry_burst: NonNegativeInt = 10
+    # Workers that fail much more than their pool, or are much slower, get nothing for a while. At least half of a pool stays.
+    eject_workers: bool = True
     # A retried request waits so long for a worker to come back before it is refused.
     recovery_wait_s: NonNegativeFloat = 30.0
     # A pair of workers whose transfer failed is not used for so long. Each further failure doubles the time, up to the maximum.
@@ -254,8 +251,7 @@ class RouterConfig(ChatConfig):
     pair_aside_max_s: PositiveFloat = 60.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
-    # The router records in this file what happens to requests, for `pdserve replay`. A file that exists is kept: the name then
-    # gets a number at its end. None records nothing.
+    # The router records requests in this file, for `pdserve replay`. A number follows its name if it exists. None: nowhere.
     record_file: str | None = None
     # Recording stops when the file has so many bytes.
     record_max_bytes: Bytes = 64 * MIB
@@ -264,6 +260,7 @@ class RouterConfig(ChatConfig):
 
     def __post_init__(self) -> None:
         check_types(self, "router.")
+        self.check_clients()
         if self.max_inflight_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
@@ -273,12 +270,6 @@ class RouterConfig(ChatConfig):
         check_not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
         check_not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
         self._check_ports()
-        if self.default_class not in self.classes():
-            raise ConfigError(f"router.default_class {self.default_class!r} is none of {', '.join(self.classes())}")
-
-    def classes(self) -> dict[str, SloClass]:
-        """Return the classes of requests by name."""
-        return classes_of(self.slo_classes, "router.slo_classes")
 
     @property
     def link_bind(self) -> tuple[str, str]:
@@ -288,7 +279,7 @@ class RouterConfig(ChatConfig):
     def _check_ports(self) -> None:
         """Refuse a port that two services share, even on different hosts, one of which may stand for all addresses."""
         taken: dict[int, str] = {}
-        ports = {name: getattr(self, name) for name in ("http_port", "grpc_port", "link_port")}
+        ports = {name: getattr(self, name) for name in ("http_port", "grpc_port", "link_port", "metrics_port")}
         for name, port in (ports | {"admin_port": self.admin_port_or_default}).items():
             other = taken.setdefault(port, name)
             if port and other != name:
@@ -303,74 +294,6 @@ class RouterConfig(ChatConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """One pool: how many workers it has, what each needs from Ray, and which engine settings differ from the common ones."""
-
-    # The pool has so many workers at the start.
-    replicas: NonNegativeInt = 1
-    # It never gets fewer by `pdserve scale` or by the planner. None is 1, or 0 if `replicas` is 0.
-    min_replicas: NonNegativeInt | None = None
-    # It never gets more. None sets no limit, but 0 if `replicas` is 0.
-    max_replicas: NonNegativeInt | None = None
-    # One worker costs so much in an hour, in any currency. `autoscaling.max_price_per_hour` limits the sum.
-    price_per_hour: NonNegativeFloat = 0.0
-    # While the sizes are decided automatically, "planner" decides that of this pool, or a function of your own, as in
-    # "my_policies:prefill_size". It runs in a process of its own; docs/autoscaling.md says what it gets.
-    scaling_policy: str = PLANNER
-    # Ray reserves so many CPUs for each worker. 0 reserves none, which lets all workers start on one small machine: workers
-    # of 1 CPU each would wait there for ever.
-    num_cpus: NonNegativeFloat = 0.0
-    # Ray reserves so many GPUs for each worker.
-    num_gpus: NonNegativeFloat = 0.0
-    # A node must offer these custom resources of Ray for each worker, such as {big: 1.0}. Empty accepts any node.
-    resources: dict[str, PositiveFloat] = field(default_factory=dict)
-    # A node must have matching labels. Each name of a label is followed by a value, !value, in(one, other) or !in(one, other),
-    # where ! means not: {zone: a} accepts nodes of zone a, and {zone: "!a"} accepts all others. Empty accepts any node.
-    labels: dict[str, str] = field(default_factory=dict)
-    # A worker is restarted so many times within an hour. After one more death it is given up.
-    max_restarts_per_hour: NonNegativeInt = 6
-    # These settings replace those of the section `engine` for this pool, such as {kv_cache_dtype: int8}.
-    engine: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.least > self.replicas:
-            raise ConfigError(f"min_replicas is {self.least}, more than replicas ({self.replicas})")
-        if self.most < self.replicas:
-            raise ConfigError(f"max_replicas is {self.most}, fewer than replicas ({self.replicas})")
-        if self.scaling_policy != PLANNER and not is_path(self.scaling_policy):
-            raise ConfigError(f"scaling_policy must be {PLANNER}, or module:function of your own, got {self.scaling_policy!r}")
-        for name, selector in self.labels.items():
-            try:
-                check_key(name)
-                LabelSelector.parse(selector)
-            except ValueError as exc:
-                raise ConfigError(f"labels.{name}: {exc}") from exc
-
-    @property
-    def least(self) -> int:
-        """The pool never gets fewer workers than this while the cluster runs."""
-        return min(self.replicas, 1) if self.min_replicas is None else self.min_replicas
-
-    @property
-    def most(self) -> int:
-        """The pool never gets more workers than this while the cluster runs."""
-        if self.max_replicas is not None:
-            return self.max_replicas
-        return max(MOST_WORKERS, self.replicas) if self.replicas else 0
-
-    @property
-    def offered(self) -> int:
-        """A private Ray has room for so many workers of the pool."""
-        return self.replicas if self.max_replicas is None else self.max_replicas
-
-    @property
-    def cost(self) -> PoolCost:
-        """The sizes that are configured, and what one worker costs."""
-        return PoolCost(self.least, self.replicas, self.num_gpus, self.price_per_hour)
-
-
-@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """The whole cluster, as one YAML file describes it."""
 
@@ -378,8 +301,16 @@ class ClusterConfig:
     address: str = "local"
     # Other processes reach a worker at this address. None is loopback for "local", and the address of the node elsewhere.
     advertise_host: str | None = None
-    # Logs are written to this folder. None makes a temporary folder, which is kept when the service fails.
+    # The workers use at most so many GPUs. None takes all that are there; 0 computes on CPUs.
+    gpus: NonNegativeInt | None = None
+    # Logs are written to this folder. None makes a temporary folder, which is kept when the service fails; `stdout` is no
+    # folder but the standard output of the container. A log has at most 64 MiB: a file of 16 MiB, and three older ones.
     log_dir: str | None = None
+    # A worker may load its model for so long, download and compilation included. One that takes longer is started again.
+    start_timeout_s: PositiveFloat = START_TIMEOUT_S
+    # A worker that drains or changes its role moves its requests to others, and waits so long for those that find no room. What
+    # is left then is computed again elsewhere.
+    drain_timeout_s: PositiveFloat = DRAIN_TIMEOUT_S
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -409,6 +340,8 @@ class ClusterConfig:
                 f"({decode.quantization or 'none'}) differ, so that tokens would depend on where a request runs; "
                 "router.allow_mixed_quantization: true allows it"
             )
+        for name, pool, engine in (("prefill", self.prefill, prefill), ("decode", self.decode, decode)):
+            check_gpus(name, self.gpus, pool.num_gpus, engine)
         self._check_autoscaling()
 
     def _check_autoscaling(self) -> None:
@@ -467,14 +400,15 @@ class WorkerConfig:
     allow_public_bind: bool = False
     # Other workers are told to connect to this address. None takes `host`.
     advertise_host: str | None = None
-    # These two have the values of `router.heartbeat_interval_s` and `router.heartbeat_lost_s`. A worker drops its work when it
-    # does not hear the router for so long.
+    # As `router.heartbeat_interval_s` and `router.heartbeat_lost_s`. A worker that has lost its router drops its work.
     heartbeat_interval_s: PositiveFloat = 1.0
     router_lost_s: PositiveFloat = 5.0
     # A drain that takes longer stops where it is. Other workers do again what is left.
-    drain_timeout_s: PositiveFloat = 300.0
+    drain_timeout_s: PositiveFloat = DRAIN_TIMEOUT_S
     # The reason why this worker cannot take the other role, in words. Empty: nothing prevents it.
     flip_obstacle: str = ""
+    # The worker may load its model for so long.
+    start_timeout_s: PositiveFloat = START_TIMEOUT_S
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -72,7 +72,13 @@ class PrefillRole:
         self._rehashes: dict[SeqId, asyncio.Future[int]] = {}
         self._rotted_blocks = 0
         self._leases = LeaseService(self._table, self._clock, self._return_leases, cluster_token=token, rehash=self._rehash)
-        peer = PeerService(host.incarnation, host.agent_metadata, cluster_token=token, transport=host.config.transfer.transport)
+        peer = PeerService(
+            host.incarnation,
+            host.agent_metadata,
+            cluster_token=token,
+            transport=host.config.transfer.transport,
+            model_digest=host.model_digest,
+        )
         peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
         peer_pb2_grpc.add_PeerServicer_to_server(peer, host.server)
 

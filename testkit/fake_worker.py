@@ -108,6 +108,7 @@ class FakeWorker:
     # A test changes these while the worker runs.
     refuse_binds: int = 0  # the number of next binds that are answered with NoRoom
     fail_next: common_pb2.ErrorReason | None = None  # the next command fails with this reason
+    fail_attach: common_pb2.ErrorReason | None = None  # each attach fails with this reason: it reads KV and draws nothing
     silent: bool = False  # the worker sends no heartbeats
     engine_stalled_s: float = 0.0  # the value in its heartbeats
     draining: bool = False  # it reports this in heartbeats and refuses new work; Drain sets it
@@ -289,6 +290,9 @@ class FakeWorker:
         if self.fail_next is not None and kind != "cancel":
             reason, self.fail_next = self.fail_next, None
             self._fail(command.handle, reason, "told to fail")
+            return
+        if self.fail_attach is not None and kind == "attach":
+            self._fail(command.handle, self.fail_attach, "told to fail")
             return
         handlers: dict[str, Callable[[Any], None]] = {
             "bind": self._bind,

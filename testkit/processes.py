@@ -178,7 +178,7 @@ class ProcessCluster:
         self.prefill = prefill
         self.decode = decode
         self.processes: dict[str, Process] = {}
-        self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0, admin_port=0)
+        self._router = replace(router or RouterConfig(), http_port=0, grpc_port=0, link_port=0, admin_port=0, metrics_port=0)
         self._worker = worker or {}
         self._env = env or {}
         self._places = dict(places or {})

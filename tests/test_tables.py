@@ -21,7 +21,7 @@ from router.core.machines import request_machine, work_machine
 from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
 from tests.engine.schedule import test_scheduler_machine
 from tests.router.core import test_core_faults, test_core_machine
-from tests.router.core.recovery import test_worker_states
+from tests.router.core.recovery import stages, test_lost_workers, test_worker_states
 from tests.search.explorer import explore
 from tests.search.handoff import Handoff
 from tests.search.test_handoff_model import MAX_STATES, SMALL
@@ -72,15 +72,18 @@ def serve(number: int) -> None:
     test_core_faults.run(test_core_faults.FaultyMachine, number)
 
 
+def rare_moves(_: int) -> None:
+    """Do what random runs do only now and then."""
+    test_worker_states.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat()
+    test_lost_workers.test_a_decode_worker_lost_in_the_handoff_is_rebound_to_the_same_lease(stages.in_handoff)
+
+
 RUNS: dict[ModuleType, tuple[Callable[[int], None], Callable[[int], None]]] = {
     lease: (search, lambda _: test_lease.every_call_in_every_state()),
     reader: (search, play(test_reader.ReaderMachine)),
     blocks: (search, play(test_blocks.PoolMachine, test_blocks_prefix.PrefixMachine)),
     sequence: (lambda _: None, play(test_scheduler_machine.SchedulerMachine)),
-    request_machine: (
-        lambda _: test_worker_states.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat(),
-        serve,
-    ),
+    request_machine: (rare_moves, serve),
     work_machine: (lambda _: None, serve),
 }
 """What each table gets first, and then in each round."""

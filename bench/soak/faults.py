@@ -169,7 +169,8 @@ def _drain(address: str, name: str) -> None:
     """Drain a worker as an operator does. The call may fail, because the router may fail during it."""
     with grpc.insecure_channel(address) as channel:
         try:
-            for _ in admin_pb2_grpc.AdminStub(channel).Drain(inference_pb2.DrainRequest(worker_id=name), timeout=60):
+            ask = inference_pb2.DrainRequest(worker_id=name, force=True)  # the others may be away at the moment
+            for _ in admin_pb2_grpc.AdminStub(channel).Drain(ask, timeout=60):
                 pass
         except grpc.RpcError:
             pass

@@ -23,7 +23,7 @@ from bench.soak.faults import Injector
 from bench.soak.leaks import Growth, block_leaks, complaints
 from bench.soak.load import Case, Clients, random_cases, with_oracle
 from bench.soak.report import Report
-from pdserve.config import MIB, EngineConfig, RouterConfig
+from pdserve.config import MIB, EngineConfig
 from testkit.client import generate_all
 from testkit.faults import Supervisor
 from testkit.processes import ProcessCluster
@@ -51,11 +51,9 @@ def main() -> int:
     args = parse()
     console = Console()
     rng = random.Random(args.seed)
-    # More than a tenth of the requests is lost on purpose. The budget of retries is not tested here, so it must not run out.
-    router = RouterConfig(retry_share=1.0, retry_burst=1000)
     # NIXL runs over TCP, as between machines: by CMA (copies within the host) a stopped peer could still be read.
     env = {"UCX_TLS": "tcp,self"} if args.tcp else {}
-    with ProcessCluster(engine(args.model), prefill=2, decode=2, router=router, env=env) as cluster:
+    with ProcessCluster(engine(args.model), prefill=2, decode=2, env=env) as cluster:
         console.print(f"the undisturbed runs of {args.cases} requests")
         cases = with_oracle(cluster.grpc, random_cases(rng, args.cases))
         cluster.assert_empty()

@@ -22,7 +22,7 @@ from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overlo
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import CommitAnswer
 from pdserve.core.reader import SendCommit
-from pdserve.core.worker import PEER_VERSIONS, VersionRange
+from pdserve.core.worker import PEER_VERSIONS, VersionRange, digests_differ
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel, token_metadata, translate
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
@@ -55,10 +55,13 @@ class PeerLink:
         *,
         cluster_token: str,
         transport: str = DEFAULT_TRANSPORT,
+        model_digest: str = "",
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
-        """`transport` is the name of this worker's transport. A lender with another one is refused at the handshake."""
+        """`transport` is the name of this worker's transport, and `model_digest` that of its weights. A lender with another
+        one is refused at the handshake."""
         self.incarnation = incarnation
+        self._model_digest = model_digest
         self._transport = transport
         self.address = address
         self.closed = False
@@ -81,9 +84,12 @@ class PeerLink:
 
     async def handshake(self) -> bytes:
         """Return the lender's agent metadata. Raises `LeaseGone` when another incarnation answers at this address, and
-        `IncompatiblePeer` when the lender has another transport or speaks no common version."""
+        `IncompatiblePeer` when the lender has another transport or other weights, or speaks no common version."""
         request = peer_pb2.HandshakeRequest(
-            transport=self._transport, oldest_peer_version=PEER_VERSIONS.oldest, peer_version=PEER_VERSIONS.newest
+            transport=self._transport,
+            oldest_peer_version=PEER_VERSIONS.oldest,
+            peer_version=PEER_VERSIONS.newest,
+            model_digest=self._model_digest,
         )
         response = await self._call(self._peer.Handshake, request, HANDSHAKE_TIMEOUT_S)
         if response.incarnation != self.incarnation:
@@ -91,6 +97,9 @@ class PeerLink:
         versions = VersionRange(response.oldest_peer_version, response.peer_version)
         if PEER_VERSIONS.common(versions) is None:
             raise IncompatiblePeer(versions_differ(f"the lender at {self.address}", versions, "this reader", PEER_VERSIONS))
+        if response.model_digest != self._model_digest:
+            lender = f"the lender at {self.address}"
+            raise IncompatiblePeer(digests_differ(lender, response.model_digest, "this reader", self._model_digest))
         theirs = response.transport or DEFAULT_TRANSPORT
         if theirs != self._transport:
             raise IncompatiblePeer(

@@ -19,7 +19,7 @@ from pdserve.core.errors import IncompatiblePeer, PdserveError
 from pdserve.core.ids import BlockSum, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import MAX_KV_GROUPS
 from pdserve.core.lease import CommitAnswer, GroupSums, Lease, LeaseTable, LeaseView
-from pdserve.core.worker import PEER_VERSIONS, VersionRange
+from pdserve.core.worker import PEER_VERSIONS, VersionRange, digests_differ
 from pdserve.rpc import codec, status
 from pdserve.rpc.channel import require_token
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
@@ -49,14 +49,25 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     """The service that gives this worker's agent metadata to readers. Reads are one-sided, so this worker need not know the
     reader's agent."""
 
-    def __init__(self, incarnation: Incarnation, agent_metadata: bytes, *, cluster_token: str, transport: str = "nixl") -> None:
-        """`transport` is the name of the transport in the settings, which readers compare with their own."""
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        agent_metadata: bytes,
+        *,
+        cluster_token: str,
+        transport: str = "nixl",
+        model_digest: str = "",
+    ) -> None:
+        """`transport` is the name of the transport in the settings, which readers compare with their own, as they do with
+        `model_digest`. A reader of other weights is refused."""
+        self._model_digest = model_digest
         self._response = peer_pb2.HandshakeResponse(
             incarnation=incarnation,
             agent_metadata=agent_metadata,
             transport=transport,
             oldest_peer_version=PEER_VERSIONS.oldest,
             peer_version=PEER_VERSIONS.newest,
+            model_digest=model_digest,
         )
         self._cluster_token = cluster_token
 
@@ -65,6 +76,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         theirs = VersionRange(request.oldest_peer_version, request.peer_version)
         if PEER_VERSIONS.common(theirs) is None:
             await status.abort(context, IncompatiblePeer(versions_differ("the reader", theirs, "the lender", PEER_VERSIONS)))
+        if request.model_digest != self._model_digest:
+            said = digests_differ("the reader", request.model_digest, "the lender", self._model_digest)
+            await status.abort(context, IncompatiblePeer(said))
         return self._response
 
 

@@ -1,19 +1,24 @@
-"""The fingerprint of a model: one short string that is equal on two workers if they serve the same model.
+"""The two names of a model: its fingerprint, which costs nothing, and its digest, which covers every byte.
 
-It covers config.json, tokenizer.json, and the size, the header (names, dtypes, shapes, offsets) and a few samples of each
-weight file. The samples are needed because two fine-tunes of one base differ in nothing else. It does not cover paths,
-names or times. It reads at most 64 KiB of each file's values, however large the file is.
+The **fingerprint** covers config.json, tokenizer.json, and the size, the header (names, dtypes, shapes, offsets) and a few
+samples of each weight file. It does not cover paths, names or times, and reads at most 64 KiB of each file's values. A router,
+which loads no weights, tells by it whether a worker was started with the right model. Two fine-tunes that differ in a
+few bytes may have one fingerprint.
+
+The **digest** covers all weights as well. Only a worker knows it, once it has loaded them, and by it workers tell whether
+their KV is that of one model ([0071](docs/design/0071-identities.md)).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from pdserve.checkpoint.layout import weight_files
+from pdserve.core.block_hash import encode_parts
 from pdserve.core.errors import ConfigError
 
 _SAMPLES: Final = 16
@@ -40,6 +45,15 @@ def fingerprint(directory: Path, config: Mapping[str, Any], *, dummy: bool = Fal
     if dummy:
         digest.update(_DUMMY)
     return digest.hexdigest()[:32]
+
+
+def model_digest(fingerprint: str, eos_token_ids: Sequence[int], weights: str) -> str:
+    """Return the digest of a model, 64 hex digits. `weights` is the digest of its tensors.
+
+    The ids that end an output are part of it: workers that disagree on them would end one request at different tokens.
+    """
+    eos = ",".join(map(str, eos_token_ids))
+    return hashlib.sha256(encode_parts(fingerprint.encode(), eos.encode(), weights.encode())).hexdigest()
 
 
 def _weights(path: Path) -> bytes:

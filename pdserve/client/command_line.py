@@ -29,8 +29,14 @@ OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
 )
+PAGE_WORKERS: Final = 500  # 0.25 MiB, which a router of 1,000 workers makes in 10 ms
+MAX_PAGES: Final = 64  # several times the workers that a cluster may have
 NOTHING_LISTENS: Final = ("failed to connect", "Connection refused", "DNS resolution failed", "Name or service not known")
+
+TAKES_NO_MORE: Final = ("HTTP status 503", "Socket closed", "Connection reset by peer")
+"""A port that is full answers or closes a new connection, which one where nothing listens does not."""
 
 
 class CallFailed(PdserveError):
@@ -118,13 +124,14 @@ class AdminClient(_Client):
         self._metadata: Metadata = ((status.CLUSTER_TOKEN_METADATA, cluster_token),) if cluster_token else ()
 
     def drain(
-        self, worker_id: str, *, incarnation: int = 0, term: int = 0, timeout_s: float | None = None
+        self, worker_id: str, *, incarnation: int = 0, term: int = 0, force: bool = False, timeout_s: float | None = None
     ) -> Stream[inference_pb2.DrainProgress]:
         """Start to drain a worker and stream the progress. Ending the stream, also by `timeout_s`, does not end the drain.
 
-        incarnation: the worker must have it; 0 accepts any. term: of the actuator that calls; 0 for an operator.
+        incarnation: the worker must have it; 0 accepts any. term: of the actuator that calls; 0 for an operator. force: drain
+        also the last worker of a role that serves.
         """
-        request = inference_pb2.DrainRequest(worker_id=worker_id, incarnation=incarnation, term=term)
+        request = inference_pb2.DrainRequest(worker_id=worker_id, incarnation=incarnation, term=term, force=force)
         call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_s)
         return Stream(call, self.address, self._hint)
 
@@ -179,12 +186,25 @@ class AdminClient(_Client):
         return response
 
     def cluster_state(self, timeout_s: float = CALL_TIMEOUT_S) -> inference_pb2.GetClusterStateResponse:
-        """Ask for the present state of the workers and queues. Raises `CallFailed`."""
-        request = inference_pb2.GetClusterStateRequest()
-        response: inference_pb2.GetClusterStateResponse = self._look_up(
-            self._stub.GetClusterState, request, timeout_s, self._metadata
-        )
-        return response
+        """Ask for the present state of the workers and queues. Workers come in pages, each of its own moment; the rest is of
+        the first page's. `timeout_s` bounds each page. Raises `CallFailed`."""
+        request = inference_pb2.GetClusterStateRequest(page_size=PAGE_WORKERS)
+        state: inference_pb2.GetClusterStateResponse | None = None
+        for _ in range(MAX_PAGES):
+            page: inference_pb2.GetClusterStateResponse = self._look_up(
+                self._stub.GetClusterState, request, timeout_s, self._metadata
+            )
+            if state is None:
+                state = page
+            else:
+                state.workers.extend(page.workers)
+                state.set_aside_counts.extend(page.set_aside_counts)
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+        assert state is not None
+        state.ClearField("next_page_token")
+        return state
 
 
 def explain(exc: Any, address: str, hint: str) -> CallFailed:
@@ -193,7 +213,9 @@ def explain(exc: Any, address: str, hint: str) -> CallFailed:
     details = " ".join((exc.details() or "").split())
     trailing = dict(exc.trailing_metadata() or ())
     reason = trailing.get(status.REASON_METADATA)
-    if code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
+    if code is grpc.StatusCode.UNAVAILABLE and NOTHING_LISTENS[0] in details and any(sign in details for sign in TAKES_NO_MORE):
+        message = f"{address} takes no more connections now; try again, and close those that are not needed"
+    elif code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
         message = f"nothing answers at {address}; {hint}"
     elif code is grpc.StatusCode.UNIMPLEMENTED and reason is None:
         message = f"what answers at {address} is another port or another server; {hint}"

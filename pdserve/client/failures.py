@@ -18,9 +18,12 @@ _BARE: Final[dict[grpc.StatusCode, ErrorCode]] = {
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID_REQUEST,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.REQUEST_TOO_LARGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.OVERLOADED,
 }
 """The error of each status that gRPC itself gives, without a reason of ours."""
+_TOO_LARGE: Final = ("message larger than max", "metadata size exceeds", "Metadata too large")
+"""What gRPC says of a message or of metadata that will never fit. It gives the same status to a call too many, which may be
+made again."""
 
 
 def error_of(exc: Any, address: str) -> PdserveError:
@@ -30,7 +33,10 @@ def error_of(exc: Any, address: str) -> PdserveError:
     if reason is None and exc.code() is grpc.StatusCode.CANCELLED:  # a cancel by a client has a reason, or is known to it
         return errors.Unavailable(f"the server at {address} ended the call: it stops")
     if reason is None:
-        return _made(_BARE.get(exc.code(), ErrorCode.INTERNAL_BUG), explain(exc, address, HINT).message, None)
+        code = _BARE.get(exc.code(), ErrorCode.INTERNAL_BUG)
+        if code is ErrorCode.OVERLOADED and any(sign in (exc.details() or "") for sign in _TOO_LARGE):
+            code = ErrorCode.REQUEST_TOO_LARGE
+        return _made(code, explain(exc, address, HINT).message, None)
     code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
     return _made(code, " ".join((exc.details() or "no details").split()), _seconds(trailing.get(status.RETRY_AFTER_METADATA)))
 

@@ -36,7 +36,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
 from pdserve.cli import main
 main(prog_name="pdserve")
 """
-UP: Final = (sys.executable, "-c", _MAIN, "up")
+UP: Final = (sys.executable, "-c", _MAIN, "up", "--bound")
 """The child stops by itself when its parent is killed: the kernel signals it at the end of the thread that started it."""
 
 

@@ -30,6 +30,11 @@ class Backoff:
         self._starts.append(now_s)
         return delay
 
+    def take_back(self, start_s: float) -> None:
+        """Forget the restart that was counted at this time, if it is not forgotten yet."""
+        if start_s in self._starts:
+            self._starts.remove(start_s)
+
     @property
     def used(self) -> int:
         """Number of restarts in the window at the last call of `next_delay_s`."""

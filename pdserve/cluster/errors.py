@@ -14,3 +14,11 @@ class Interrupted(PdserveError):
 
     def __init__(self) -> None:
         super().__init__("stopped while starting")
+
+
+class WorkerDied(ClusterError):
+    """The process of a worker has ended, or answers no more."""
+
+
+class StartFailed(ClusterError):
+    """A worker could not start. The message has the kind of its own error and its text."""

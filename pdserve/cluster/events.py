@@ -27,7 +27,7 @@ class WorkerPhase(Enum):
     READY = "ready"  # the router may place requests on it
     RESTARTING = "restarting"  # its process died; another is started after a delay
     DRAINED = "drained and left"  # an operator drained it, so it is not started again
-    DEAD = "dead"  # it died too often and is not started again
+    DEAD = "dead"  # it died too often; the actuator asks for another one later
     CANCELLED = "cancelled"  # it served nobody yet, and its pool needs it no more
     DRAINING = "draining"  # its pool needs it no more; it finishes what it has
     FLIPPING = "changing its role"  # it drains, and then serves in the other role with the weights that it has
@@ -92,6 +92,40 @@ class RouterBack:
 
 
 @dataclass(frozen=True, slots=True)
+class RayLost:
+    """Ray is gone, or does not answer. Workers go on, and pools keep their sizes until Ray is back, which is tried for ever."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RayBack:
+    """Ray was joined again, and the workers that run were handed to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWithout:
+    """The cluster serves, though these workers are not ready. They are started again as if they had died later."""
+
+    worker_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAdopted:
+    """The router of an earlier `pdserve up` serves with the settings of now, and goes on as process `pid`."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReplaced:
+    """The router of an earlier `pdserve up`, process `pid`, is stopped, and another one started in its place."""
+
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class LogsKept:
     """The cluster failed, and its logs stay in a temporary folder. Nobody would find that folder without this event."""
 
@@ -129,6 +163,11 @@ Event = (
     | WorkerLoads
     | RouterLost
     | RouterBack
+    | RayLost
+    | RayBack
+    | StartedWithout
+    | RouterAdopted
+    | RouterReplaced
     | LogsKept
     | PoolsResized
     | ActuatorReplaced

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdserve.cluster.janitor import Janitor
 from pdserve.core.errors import ConfigError
+from pdserve.observe.log_files import STDOUT
 
 SOCKET_PATH_LIMIT = 107  # bytes of a Unix socket's path on Linux (sun_path, without the final zero)
 RAY_SUFFIX = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -26,11 +27,15 @@ class Folders:
     janitor: Janitor
 
     @classmethod
-    def create(cls, log_dir: str | None) -> Folders:
-        """Make the folders. `log_dir` None makes a temporary one. Raises `ConfigError` when a folder cannot be made."""
+    def create(cls, log_dir: str | None, before: Path | None = None) -> Folders:
+        """Make the folders. `log_dir` None makes a temporary one, unless a lasting cluster has one from before.
+
+        Raises `ConfigError` when a folder cannot be made.
+        """
         private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_parent()))
         try:
-            return cls(private, _logs(log_dir), log_dir is None, Janitor(private))
+            logs = before if log_dir is None and before is not None and before.is_dir() else _logs(log_dir)
+            return cls(private, logs, log_dir is None, Janitor(private))
         except OSError as exc:
             shutil.rmtree(private, ignore_errors=True)
             raise ConfigError(f"log_dir: cannot make {log_dir}: {exc.strerror}; give another with --log-dir") from exc
@@ -50,6 +55,8 @@ class Folders:
 def _logs(log_dir: str | None) -> Path:
     if log_dir is None:
         return Path(tempfile.mkdtemp(prefix=LOG_PREFIX))
+    if log_dir == STDOUT:
+        return Path(STDOUT)
     folder = Path(log_dir).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -6,18 +6,21 @@ at the same time: the router starts while this process loads Ray's library, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pdserve.client import AdminClient, CallFailed
-from pdserve.cluster import plan, processes, router_process
-from pdserve.cluster.actor import WorkerReport
-from pdserve.cluster.backoff import Backoff
+from pdserve.cluster import plan, processes, quorum, router_process
+from pdserve.cluster.driver.driver import RayDriver
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import (
     Event,
@@ -26,16 +29,23 @@ from pdserve.cluster.events import (
     Part,
     PartReady,
     PartStarted,
-    RouterBack,
-    RouterLost,
+    PoolsResized,
+    StartedWithout,
     WorkerChanged,
     WorkerPhase,
     ignore,
 )
 from pdserve.cluster.folders import Folders
-from pdserve.cluster.router_process import Endpoints, RouterProcess
+from pdserve.cluster.gpus.assign import assigned, gpus_of
+from pdserve.cluster.gpus.present import gpus_here
+from pdserve.cluster.keeping.order import check_settings, running_workers
+from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.member import Member, State
+from pdserve.cluster.record import ClusterFacts, ClusterRecord, SizeFacts, default_name, mark_of, marked, tie_to
+from pdserve.cluster.router.keeper import RouterKeeper
+from pdserve.cluster.router_process import STOP_TIMEOUT_S, Endpoints, RouterProcess
 from pdserve.cluster.scaling.actuator import Actuator
-from pdserve.cluster.scaling.limits import planner_settings
+from pdserve.cluster.scaling.limits import limits_of, obstacle_of, planner_settings
 from pdserve.cluster.scaling.planning import policies_of, policy_log
 from pdserve.cluster.scaling.policy import check_policy
 from pdserve.cluster.scaling.port import RouterPort
@@ -43,13 +53,15 @@ from pdserve.config import ClusterConfig, RouterProcessConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
 from pdserve.core.worker import Role
+from pdserve.observe.log_files import log_file
+from pdserve.planner.limits import PoolSizes
+from pdserve.rpc.codec import role_from_wire
+from pdserve.worker.link import REDIAL_MAX_S
 
-if TYPE_CHECKING:  # these two load Ray, for half a second or more, in which the router can start already
-    from pdserve.cluster.ray_pool import WorkerPool
-    from pdserve.cluster.ray_session import RaySession
-
-JOIN_TIMEOUT_S: Final = 60.0  # a loaded worker dials the router at once, so joining takes about one round trip
+DIAL_S: Final = 2 * REDIAL_MAX_S  # workers that run dial a new router within one such pause
 JOIN_LOOK_S: Final = 0.1
+RAY_BACK_S: Final = 120.0
+"""A start waits so long for a Ray that was lost meanwhile; a private one is back within seconds. Later it is tried for ever."""
 TICK_S: Final = 0.5  # a death is noticed this soon; each look costs two system calls and one look at Ray's memory
 
 
@@ -65,9 +77,14 @@ class Cluster:
         router_command: Sequence[str] = router_process.COMMAND,
         entries: Mapping[str, str] = plan.WORKER_ENTRIES,
         cluster_token: str = "",
+        lasting: str = "",
+        leave_running: bool = False,
     ) -> None:
         """Prepare the cluster without starting anything.
 
+        lasting: the name of a cluster that outlives this process, and that the next `start` of that name adopts. Empty: it
+        ends with this process, however this process ends. leave_running: once it has started, `close` and `kill` end nothing
+        of it but what serves this process, for the next `start` of its name.
         cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process. Raises
         `ConfigError` when other machines reach the administration and nobody could know its secret.
         """
@@ -82,11 +99,19 @@ class Cluster:
         self._listener = listener
         self._router_command = router_command
         self._entries = entries
-        self._token = cluster_token or secrets.token_hex(32)
+        self._lasting = lasting
+        self._leave_running = leave_running and bool(lasting)
+        self._started = False
+        self._kept_sizes: PoolSizes | None = None  # as they were recorded last
+        self._adopts = False  # the router or workers ran before this process came
+        self._record: ClusterRecord | None = None  # of a lasting cluster
+        self.name = lasting or default_name(0)
+        self._given_token = cluster_token
+        self._token = ""
         self._folders: Folders | None = None
-        self._router: RouterProcess | None = None
-        self._ray: RaySession | None = None
-        self._pool: WorkerPool | None = None
+        self._router: RouterKeeper | None = None
+        self._router_back_s = 0.0  # the time at which another router served
+        self._pool: RayDriver | None = None
         self._actuator: Actuator | None = None
         self._began: dict[Part, float] = {}
         self.endpoints: Endpoints | None = None
@@ -96,7 +121,14 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         # a wrong setting needs no look into the logs, and a closed output (SystemExit) is not a failure
-        self.close(failed=isinstance(exc, Exception) and not isinstance(exc, (Interrupted, ConfigError)))
+        broke = isinstance(exc, Exception) and not isinstance(exc, Interrupted)
+        adopts = self._adopts or (self._router is not None and self._router.adopted)
+        self.close(failed=broke and not isinstance(exc, ConfigError), leave=(broke and adopts) or self.leaves)
+
+    @property
+    def leaves(self) -> bool:
+        """Tell whether the end of this process, by a signal too, leaves the cluster running."""
+        return self._leave_running and self._started
 
     @property
     def folders(self) -> Folders:
@@ -110,63 +142,149 @@ class Cluster:
         return self._pool.reports if self._pool else ()
 
     def start(self) -> Endpoints:
-        """Start everything, and return once every worker takes requests.
+        """Start everything, and return once every worker takes requests, or a quorum of them (`pdserve.cluster.quorum`).
 
         Raises `Interrupted`, `ConfigError` or `ClusterError`. The caller then calls `close`.
         """
-        self._folders = Folders.create(self.config.log_dir)
+        self._begin_record()
         for role, setting, name in policies_of(self.config):
-            check_policy(setting, name, policy_log(self._folders.logs, role), self._stop)
+            check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
         if self.config.address == "local":
+            self.config = assigned(self.config, gpus_here(os.environ))
+            self._check_running()
             router = self._start_router(plan.LOCAL_HOST)
-            session = self._connect_ray()
+            pool = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it
-            session = self._connect_ray()
-            router = self._start_router(session.node_host)
+            pool = self._connect_ray()
+            self.config = assigned(self.config, gpus_of(pool.nodes()))
+            self._check_running()
+            router = self._start_router(pool.node_host)
         self.endpoints = router.wait_ready(self._stop)
-        self._listener(PartReady(Part.ROUTER, router.start_s))
-        self._start_workers(session, self.endpoints, router.settings)
+        self._listener(PartReady(Part.ROUTER, router.process.start_s))
+        self._start_workers(pool, self.endpoints, router.process.settings)
+        self._started = True
         return self.endpoints
 
-    def _start_router(self, node_host: str) -> RouterProcess:
-        """Spawn the router without waiting until it is ready."""
+    def _begin_record(self) -> None:
+        """Become the owner of a lasting cluster, and take over its secret and its logs, or make both.
+
+        Raises `ClusterError` when it has an owner, and `ConfigError` when what runs has another secret.
+        """
+        facts = None
+        if self._lasting:
+            self._record = ClusterRecord.open(self._lasting)
+            self._record.own()
+            facts = self._record.facts
+            self._adopts = bool(marked(self.name))
+        if facts is not None and self._given_token not in ("", facts.token) and marked(self.name):
+            raise ConfigError(
+                f"the cluster {self.name} runs with another secret; stop it with `pdserve down`, or give its own with "
+                "--cluster-token or PDSERVE_CLUSTER_TOKEN"
+            )
+        self._token = self._given_token or (facts.token if facts is not None else secrets.token_hex(32))
+        before = Path(facts.logs) if facts is not None and facts.logs_are_ours else None
+        self._folders = Folders.create(self.config.log_dir, before)
+        if self._record is not None:
+            self._record.write_facts(ClusterFacts(self._token, str(self._folders.logs), self._folders.logs_are_ours))
+
+    def _check_running(self) -> None:
+        """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""
+        running = running_workers(self._record)
+        blueprint = plan.Blueprint(self.config, "", self._token, self.folders.logs, self._entries, self._lasting)
+        for worker_id, facts in running.items():
+            check_settings(blueprint.plan(facts.role, worker_id), facts)
+
+    def _start_router(self, node_host: str) -> RouterKeeper:
+        """Adopt the router that an earlier process left, or spawn one without waiting until it is ready."""
         self._begin(Part.ROUTER)
-        self._router = RouterProcess(
+        process = RouterProcess(
             plan.router_config(self.config, self._token, node_host),
-            folder=self.folders.private,
-            log=self.folders.logs / "router.log",
+            folder=self._record.folder if self._record is not None else self.folders.private,
+            log=log_file(self.folders.logs, "router.log"),
             command=self._router_command,
+            lasting=bool(self._lasting),
+            variables=mark_of(self.name) | ({} if self._lasting else tie_to(self.folders.private)),
         )
-        self._router.start()
+        self._router = RouterKeeper(process, record=self._record, listener=self._listener, dial=reachable)
+        self._router.begin(self._stop, self._router_stop_s)
         return self._router
 
-    def _connect_ray(self) -> RaySession:
+    @property
+    def _router_stop_s(self) -> float:
+        """The longest time from SIGTERM until the router has finished its streams and ended."""
+        return self.config.router.drain_s + STOP_TIMEOUT_S
+
+    def _connect_ray(self) -> RayDriver:
         self._begin(Part.RAY)
-        from pdserve.cluster.ray_session import RaySession
-
-        self._ray = RaySession.connect(self.config, self.folders.private)
+        log = log_file(self.folders.logs, "ray.log")
+        self._pool = RayDriver(self.config, self.folders.private, self.name, log, self._hear)
+        self._pool.begin()
+        self._pool.wait_joined(self._stop)
         self._listener(PartReady(Part.RAY, time.monotonic() - self._began[Part.RAY]))
-        return self._ray
+        return self._pool
 
-    def _start_workers(self, session: RaySession, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
-        from pdserve.cluster.ray_pool import WorkerPool
-
+    def _start_workers(self, pool: RayDriver, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
         blueprint = plan.Blueprint(
             self.config,
-            plan.dial_address(endpoints.link, settings.router, session.node_host),
+            plan.dial_address(endpoints.link, settings.router, pool.node_host),
             self._token,
             self.folders.logs,
             self._entries,
+            self._lasting,
         )
-        plans = blueprint.plan_all(session.nodes())
+        running, hosts = self._running(endpoints.admin)
+        ordered = self._ordered_before()
+        workers = plan.starting(running, ordered or plan.configured_sizes(self.config))
+        plans = blueprint.plan_these(workers, pool.nodes(), hosts)
         self._begin(Part.WORKERS)
-        self._pool = WorkerPool(plans, self._hear, look=session.look)
-        port = RouterPort(reachable(endpoints.admin), self._token, f"pdserve up, pid {os.getpid()} at {session.node_host}")
-        self._actuator = Actuator(blueprint, self._pool, port, self._listener)
-        self._pool.launch()
-        self._pool.wait_loaded(self._stop)
-        self._wait_joined(endpoints.admin, [item.worker_id for item in plans])
+        port = RouterPort(reachable(endpoints.admin), self._token, f"pdserve up, pid {os.getpid()} at {pool.node_host}")
+        self._actuator = Actuator(blueprint, pool, port, self._listener)
+        if ordered is not None:
+            self._actuator.wanted.keep(ordered)
+            said = f"the pools keep the sizes that were ordered before: prefill {ordered.prefill}, decode {ordered.decode}"
+            self._listener(PoolsResized(said, ordered.prefill, ordered.decode))
+        elif self.config.autoscaling.enabled:  # the planner of before has decided how many there are
+            roles = list(workers.values())
+            self._actuator.wanted.sizes = PoolSizes(roles.count(plan.PREFILL), roles.count(plan.DECODE))
+        self._keep_sizes(ordered)
+        pool.launch(plans)
+        self._router_back_s = time.monotonic()
+        self._wait_started(pool, endpoints.admin)
         self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
+
+    def _ordered_before(self) -> PoolSizes | None:
+        """Return the sizes that operators ordered while an earlier process served; None: they have not, or settings changed."""
+        kept = self._record.sizes if self._record is not None else None
+        configured = plan.configured_sizes(self.config)
+        if kept is None or PoolSizes(kept.configured_prefill, kept.configured_decode) != configured:
+            return None
+        ordered = PoolSizes(kept.prefill, kept.decode)
+        return None if obstacle_of(ordered.prefill, ordered.decode, configured, limits_of(self.config)) else ordered
+
+    def _keep_sizes(self, ordered: PoolSizes | None) -> None:
+        """Keep what operators ordered for the next process."""
+        self._kept_sizes = ordered
+        if self._record is not None:
+            configured = plan.configured_sizes(self.config)
+            self._record.write_sizes(SizeFacts(*astuple(configured), *astuple(ordered)) if ordered is not None else None)
+
+    def _running(self, address: str) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the roles of the workers that run already, and the addresses of their nodes, each by the workers' ids.
+
+        Those of this machine are in the record. Those of other nodes are known to the router, which they dial by themselves.
+        """
+        roles = {worker_id: facts.role for worker_id, facts in running_workers(self._record).items()}
+        hosts: dict[str, str] = {}
+        if not self._lasting or self.config.address == "local":
+            return roles, hosts
+        deadline = time.monotonic() + DIAL_S
+        with AdminClient(reachable(address), self._token) as client:
+            while time.monotonic() < deadline and not self._stop.wait(JOIN_LOOK_S):
+                with contextlib.suppress(CallFailed):
+                    for hello in (worker.hello for worker in client.cluster_state().workers):
+                        roles[hello.worker_id] = role_from_wire(hello.role).value
+                        hosts[hello.worker_id] = hello.address.rpartition(":")[0]
+        return roles, hosts
 
     def _hear(self, event: Event) -> None:
         """Pass an event of the workers on, to the actuator as well."""
@@ -174,20 +292,52 @@ class Cluster:
             self._actuator.hear(event)
         self._listener(event)
 
-    def _wait_joined(self, address: str, expected: Sequence[str]) -> None:
-        """Wait until the router reports every worker ready. Raises `ClusterError` after `JOIN_TIMEOUT_S`."""
-        deadline = time.monotonic() + JOIN_TIMEOUT_S
-        waiting = list(expected)
+    def _wait_started(self, pool: RayDriver, address: str) -> None:
+        """Wait until the workers take requests, or enough of them do. Workers and the router are kept up meanwhile.
+
+        Raises `Interrupted`, and `ConfigError` or `ClusterError` when no worker of a pool that is needed could start.
+        """
+        needed = (plan.PREFILL, plan.DECODE) if self.config.router.placement == "disaggregated" else (plan.DECODE,)
+        began_s = time.monotonic()
+        quorum_s: float | None = None
+        lost_s: float | None = None
+        told: set[str] = set()
         with AdminClient(reachable(address), self._token) as client:
-            while waiting:
-                if time.monotonic() > deadline:
-                    raise ClusterError(f"{', '.join(waiting)} did not join the router; see {self.folders.logs}")
-                ready = _ready_workers(client)
-                for worker_id in [name for name in waiting if name in ready]:
-                    waiting.remove(worker_id)
-                    self._hear(WorkerChanged(worker_id, WorkerPhase.READY))
-                if waiting and self._stop.wait(JOIN_LOOK_S):
+            while True:
+                pool.check(JOIN_LOOK_S)
+                lost_s = (lost_s or time.monotonic()) if pool.lost else None
+                if lost_s is not None and time.monotonic() - lost_s > RAY_BACK_S:
+                    raise ClusterError(f"Ray was lost while the workers started, and is not back; see {self.folders.logs}")
+                self._keep_router()
+                ready = _ready_workers(client) if any(member.report for member in pool.members) else set()
+                now_s = time.monotonic()
+                starters = [self._starter(member, ready, now_s) for member in pool.members]
+                for each in starters:
+                    if each.ready and each.worker_id not in told:
+                        told.add(each.worker_id)
+                        self._hear(WorkerChanged(each.worker_id, WorkerPhase.READY))
+                if quorum_s is None and quorum.has_quorum(starters, needed):
+                    quorum_s = now_s
+                since_quorum_s = None if quorum_s is None else now_s - quorum_s
+                try:
+                    if quorum.goes_on(starters, needed, since_start_s=now_s - began_s, since_quorum_s=since_quorum_s):
+                        break
+                except ClusterError as exc:
+                    where = "" if "; see " in exc.message else f"; see {self.folders.logs}"
+                    raise ClusterError(f"{exc.message}{where}") from exc
+                if self._stop.is_set():
                     raise Interrupted
+        late = tuple(each.worker_id for each in starters if not each.ready)
+        if late:
+            self._listener(StartedWithout(late))
+
+    def _starter(self, member: Member, ready: set[str], now_s: float) -> quorum.Starter:
+        failure = member.failure
+        if failure is None and member.state is State.GONE:
+            failure = ClusterError(f"{member.worker_id} died too often; see {member.plan.log_dir}/{member.worker_id}.log")
+        loaded_s = now_s - max(member.since_s, self._router_back_s) if member.state is State.RUNNING else None
+        is_ready = member.state is State.RUNNING and member.worker_id in ready
+        return quorum.Starter(member.worker_id, member.plan.role, failure, loaded_s, is_ready)
 
     def supervise(self) -> None:
         """Keep the cluster up until `stop` is set, and its pools at their wanted sizes.
@@ -197,62 +347,64 @@ class Cluster:
         assert self._router is not None
         assert self._pool is not None
         assert self._actuator is not None
-        backoff = Backoff()
         while not self._stop.wait(TICK_S):
-            status = self._router.exit_status()
-            if status is not None:
-                self._restart_router(self._router, status, backoff)
+            self._keep_router()
             self._pool.check()
-            self._actuator.tick(time.monotonic())
-            if not self._pool.serves(plan.DECODE) and self._actuator.hopeless(Role.DECODE):
+            if self._pool.answers and not self._router.doubtful:  # nobody shall wait for a start, or for an answer
+                self._actuator.tick(time.monotonic())
+                if self._actuator.wanted.ordered != self._kept_sizes:
+                    self._keep_sizes(self._actuator.wanted.ordered)
+            serves = self._pool.serves(plan.DECODE)  # a pool that was drained is filled again by `pdserve scale`
+            if not self._lasting and not serves and self._actuator.hopeless(Role.DECODE, time.monotonic()):
                 raise ClusterError(f"no decode worker is left, so nothing can be served; see {self.folders.logs}")
 
-    def _restart_router(self, router: RouterProcess, status: int, backoff: Backoff) -> None:
-        """Start a new router at the same addresses. The workers dial it again by themselves.
+    def _keep_router(self) -> None:
+        """Look after the router, without waiting for it. The workers dial a new one by themselves."""
+        assert self._router is not None
+        self._router.tick(time.monotonic())
+        if self._router.doubtful or self._router.endpoints != self.endpoints:
+            self._router_back_s = time.monotonic()
+        self.endpoints = self._router.endpoints
 
-        Raises `ClusterError` when the router died too often or hangs.
+    def close(self, *, failed: bool = False, leave: bool = False) -> None:
+        """Stop everything that was started, each part within its own time limit: the router first, which takes no new requests
+        and finishes its streams while the workers live, and the workers last.
+
+        After a failure (`failed`) the logs are kept, and the listener is told where. `leave`: what a lasting cluster has goes
+        on, since it served before this process came and this process has failed, or since the operator wants that.
         """
-        delay = backoff.next_delay_s(time.monotonic())
-        if delay is None:
-            raise ClusterError(f"the router died too often (last status {status}); see {self.folders.logs / 'router.log'}")
-        self._listener(RouterLost(f"exit status {status}", delay))
-        router.stop()
-        if self._stop.wait(delay):
-            return
-        try:
-            router.start()
-            self.endpoints = router.wait_ready(self._stop)
-        except Interrupted:
-            return
-        except ClusterError:
-            if router.exit_status() is None:  # the router hangs, and another start would not cure that
-                raise
-            return  # the router died; the next look finds it dead and counts the death
-        self._listener(RouterBack(self.endpoints.pid))
-
-    def close(self, *, failed: bool = False) -> None:
-        """Stop everything that was started, in reverse order, each part within its own time limit.
-
-        After a failure (`failed`) the logs are kept, and the listener is told where.
-        """
-        pool, session, router = self._pool, self._ray, self._router
-        self._pool = self._ray = None  # the router stays known: `kill` may come while it is being stopped
-        try:
+        pool, router, folders = self._pool, self._router, self._folders  # they stay known: `kill` may come meanwhile
+        with contextlib.ExitStack() as stack:
+            if self._record is not None:
+                stack.callback(self._end_record, leave)
+            if folders is not None:
+                stack.callback(self._end_folders, folders, failed or leave)
+            if self._record is not None and self._record.owned and not leave:
+                stack.callback(self._sweep)  # of our own cluster: one that was refused to us goes on
+            if pool:
+                stack.callback(pool.close)
+            if pool and not leave:
+                stack.callback(pool.stop)
+            if router:
+                stack.callback(router.close, self._router_stop_s, leave=self.leaves or (leave and router.adopted))
             if self._actuator:
                 self._actuator.close()
-            if pool:
-                pool.stop()
-        finally:
-            try:
-                if session:
-                    session.close()
-            finally:
-                if router:
-                    router.stop()
-                if self._folders:
-                    self._folders.remove(keep_logs=failed)
-                    if self._folders.logs_are_ours and self._folders.logs.exists():
-                        self._listener(LogsKept(str(self._folders.logs)))
+
+    def _sweep(self) -> None:
+        """End what is left of the cluster on this machine: workers whose keepers are lost."""
+        for process in marked(self.name):
+            process.send(signal.SIGKILL)
+
+    def _end_folders(self, folders: Folders, keep_logs: bool) -> None:
+        folders.remove(keep_logs=keep_logs)
+        if folders.logs_are_ours and folders.logs.exists():
+            self._listener(LogsKept(str(folders.logs)))
+
+    def _end_record(self, leave: bool) -> None:
+        assert self._record is not None
+        if not leave and self._record.owned:
+            self._record.remove()
+        self._record.release()
 
     def kill(self) -> None:
         """End all processes now. Any thread may call it. It serves the second signal, after which this process ends as well.
@@ -262,9 +414,17 @@ class Cluster:
         if self._folders is None:
             return
         processes.kill(processes.with_argument(f"{self._folders.private}/session_", os.getpid()))  # Ray, not the janitor
+        if self._pool:
+            self._pool.kill()
+        if self.leaves:
+            return
         if self._router:
             self._router.kill()
+        for process in marked(self.name):  # those that have lost their parents too
+            process.send(signal.SIGKILL)
         self._folders.remove_logs(keep_logs=False)
+        if self._record is not None and self._record.owned:
+            self._record.remove()
 
     def _begin(self, part: Part) -> None:
         self._began[part] = time.monotonic()

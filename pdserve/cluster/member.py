@@ -1,18 +1,21 @@
 """One worker of a pool over all its processes: the state of the present process, and the time of the next start.
 
-PLACING -> LOADING -> RUNNING -> BACKING_OFF -> PLACING ... A worker that dies too often, or has drained, is GONE. Of Ray,
-this module calls only the actor that it is handed.
+PLACING -> LOADING -> RUNNING -> BACKING_OFF -> PLACING ... A worker that dies too often, or has drained, is GONE; the
+actuator decides whether another one takes its name. Of Ray, this module calls only the actor that it is handed.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-from pdserve.cluster.actor import Place, WorkerActor, WorkerReport
+from pdserve.cluster.actor import WorkerActor
 from pdserve.cluster.backoff import Backoff
+from pdserve.cluster.keeping.report import Place, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
+from pdserve.core.errors import PdserveError
 from pdserve.observe.title import PREFIX
 
 HOUR_S: Final = 3600.0
@@ -47,13 +50,14 @@ class Member:
     """One worker of a pool. All times are seconds of a monotonic clock that the caller passes in."""
 
     plan: WorkerPlan
-    added: bool = False  # it was asked for while the cluster ran, so the cluster does not end if it cannot start
+    failure: PdserveError | None = None  # the reason why its first start failed; None: it has not, or a later one succeeded
     state: State = State.NEW
     actor: Any = None
     pending: Any = None  # reference of the one open call; None while there is no process
     progress: Any = None  # reference of an open call that asks how far the loading is; None: none is open
     asked_progress_s: float = 0.0  # the time of the last such call
     node_id: str | None = None
+    host: str = ""  # the address of the node on which its process runs or may run; empty: nobody knows, or it has died
     report: WorkerReport | None = None  # the report of the process that runs
     first_start: bool = True  # False once it has loaded
     drained: bool = False  # True once it has drained, and so is GONE because somebody wanted that
@@ -62,9 +66,12 @@ class Member:
     again_s: float = 0.0  # the time of the next start, in BACKING_OFF
     waits_for: str | None = None  # the reason why it had no place at the last look; None: no reason was found
     said: str | None = None  # the reason that was told last
+    forgiven: frozenset[int] = frozenset()  # the ids of processes whose deaths will not count, since a request has ended them
+    _counted: dict[int, float] = field(default_factory=dict)  # the times of deaths that did, by the ids of the processes
     _backoff: Backoff = field(init=False)
 
     def __post_init__(self) -> None:
+        self.host = self.host or self.plan.host
         tries = self.plan.max_restarts_per_hour
         self._backoff = Backoff(tries=tries, window_s=HOUR_S, first_s=FIRST_WAIT_S, longest_s=LONGEST_WAIT_S)
 
@@ -79,6 +86,12 @@ class Member:
         return (
             f"{self._backoff.used} of {self.plan.max_restarts_per_hour} restarts within the hour ({self.plan.role}.{SETTING})"
         )
+
+    def shown(self) -> Member:
+        """Return a copy for another process, without what only the process that joined Ray can use."""
+        shown = copy.copy(self)
+        shown.actor = shown.pending = shown.progress = None
+        return shown
 
     def asked(self, actor: Any, node_id: str | None, now_s: float) -> None:
         """Enter PLACING: Ray was asked for `actor`. `node_id` None lets Ray choose the node."""
@@ -105,13 +118,13 @@ class Member:
     def placed(self, place: Place, now_s: float) -> None:
         """Enter LOADING: the process runs at `place`. Its actor is asked to start the worker."""
         self._to(State.LOADING, now_s)
-        self.node_id, self.asked_progress_s = place.node_id, now_s
+        self.node_id, self.host, self.asked_progress_s = place.node_id, place.host, now_s
         self.pending = self._named(self.actor.load)
 
     def loaded(self, report: WorkerReport, now_s: float) -> None:
         """Enter RUNNING: the worker has started. Its actor is asked to watch it."""
         self._to(State.RUNNING, now_s)
-        self.report, self.first_start, self.progress = report, False, None
+        self.report, self.first_start, self.progress, self.failure = report, False, None, None
         self.pending = self._named(self.actor.watch)
 
     def ask_progress(self, now_s: float) -> None:
@@ -128,12 +141,25 @@ class Member:
     def died(self, now_s: float, *, counts: bool) -> float | None:
         """Enter BACKING_OFF and return the seconds until the next start, or enter GONE and return None.
 
-        counts: True counts this death as one of the restarts that an hour allows.
+        counts: True counts this death as one of the restarts that an hour allows, unless it was forgiven.
         """
+        pid = self.report.pid if self.report is not None else 0
+        counts = counts and pid not in self.forgiven
+        self.forgiven -= {pid}
+        self._counted = {other: at_s for other, at_s in self._counted.items() if now_s - at_s < HOUR_S}
+        if counts:
+            self._counted[pid] = now_s
         delay_s = self._backoff.next_delay_s(now_s) if counts else FIRST_WAIT_S
         self._without_process(State.GONE if delay_s is None else State.BACKING_OFF, now_s)
         self.again_s = now_s + (delay_s or 0.0)
         return delay_s
+
+    def forgive(self, pid: int) -> None:
+        """Take back the restart that the death of a process has used up. One whose death is not known yet will use none."""
+        if pid in self._counted:
+            self._backoff.take_back(self._counted.pop(pid))
+        else:
+            self.forgiven |= {pid}
 
     def gone(self, now_s: float) -> None:
         """Enter GONE: the worker has drained."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pdserve.cluster.nodes import CPU, GPU, Needs, Node, spread
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 from pdserve.core.kv_layout import DTYPE_BITS
 from pdserve.core.settings.labels import LabelSelector
+from pdserve.planner.limits import PoolSizes
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -49,6 +51,9 @@ class WorkerPlan:
     log_dir: str
     node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
     share: int  # the number of workers on its node, which divide the cores
+    start_timeout_s: float  # it may load for so long
+    host: str = ""  # the address of the node on which its process may run already; empty: it does not
+    lasting: str = ""  # the name of its cluster, whose next `pdserve up` adopts it; empty: it ends with its keeper
 
     @property
     def worker_id(self) -> str:
@@ -71,6 +76,7 @@ class Blueprint:
     cluster_token: str
     log_dir: Path
     entries: Mapping[str, str]
+    lasting: str = ""  # the name of the cluster if its workers outlive `pdserve up`; empty: they end with it
 
     def plan(self, role: str, worker_id: str, share: int = 1) -> WorkerPlan:
         """Plan one worker of the role. `share` is the number of workers on its node, itself included."""
@@ -79,7 +85,7 @@ class Blueprint:
         worker = WorkerConfig(
             worker_id=worker_id,
             router_address=self.router_address,
-            engine=config.engine_for(pool),
+            engine=_engine(config, pool),
             lease=config.lease,
             transfer=config.transfer,
             cluster_token=self.cluster_token,
@@ -87,6 +93,8 @@ class Blueprint:
             heartbeat_interval_s=config.router.heartbeat_interval_s,
             router_lost_s=config.router.heartbeat_lost_s,
             flip_obstacle=flip_obstacle(config),
+            start_timeout_s=config.start_timeout_s,
+            drain_timeout_s=config.drain_timeout_s,
         )
         return WorkerPlan(
             role=role,
@@ -101,14 +109,59 @@ class Blueprint:
             log_dir=str(self.log_dir),
             node_address=not local,
             share=share,
+            start_timeout_s=config.start_timeout_s,
+            lasting=self.lasting,
         )
 
     def plan_all(self, nodes: Sequence[Node] = ()) -> tuple[WorkerPlan, ...]:
         """Plan every worker that is configured, prefill first. They spread over `nodes`; empty: a private Ray has one node."""
-        pools = ((PREFILL, self.config.prefill), (DECODE, self.config.decode))
-        plans = [self.plan(role, f"{role}-{index}") for role, pool in pools for index in range(pool.replicas)]
+        return self.plan_these(starting({}, configured_sizes(self.config)), nodes)
+
+    def plan_these(
+        self, workers: Mapping[str, str], nodes: Sequence[Node] = (), hosts: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[WorkerPlan, ...]:
+        """Plan the workers, whose roles are given by their ids, in that order. `nodes` as in `plan_all`.
+
+        hosts: the addresses of the nodes on which workers run already, by their ids.
+        """
+        plans = [
+            dataclasses.replace(self.plan(role, worker_id), host=hosts.get(worker_id, ""))
+            for worker_id, role in workers.items()
+        ]
         shares = shares_of([plan.needs for plan in plans], nodes)
         return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
+
+
+def _engine(config: ClusterConfig, pool: PoolConfig) -> EngineConfig:
+    """Return the engine settings of a pool's workers. A worker with a GPU computes there, or does not start."""
+    engine = config.engine_for(pool)
+    return dataclasses.replace(engine, device="cuda") if pool.num_gpus else engine
+
+
+def configured_sizes(config: ClusterConfig) -> PoolSizes:
+    """Return the sizes of the pools as they are configured."""
+    return PoolSizes(config.prefill.replicas, config.decode.replicas)
+
+
+def starting(running: Mapping[str, str], sizes: PoolSizes) -> dict[str, str]:
+    """Return the role of each worker, by its id, with which a cluster starts. sizes: those that are wanted.
+
+    All workers that run already (`running`: id to role) are among them, also where a pool has too many, which then drain in
+    order. Missing ones get the lowest ids that are free. Those of the prefill pool come first.
+    """
+    workers: dict[str, str] = {}
+    for role, size in ((PREFILL, sizes.prefill), (DECODE, sizes.decode)):
+        there = sorted(worker_id for worker_id, its in running.items() if its == role)
+        free = (name for name in (f"{role}-{index}" for index in itertools.count()) if name not in running)
+        missing = max(0, size - len(there))
+        workers |= dict.fromkeys(sorted([*there, *itertools.islice(free, missing)], key=_by_index), role)
+    return workers
+
+
+def _by_index(worker_id: str) -> tuple[str, int, str]:
+    """Return a sort key: decode-2 comes before decode-10."""
+    name, _, index = worker_id.rpartition("-")
+    return name, int(index) if index.isdecimal() else 0, worker_id
 
 
 def plan_workers(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -22,20 +21,20 @@ import ray
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pdserve.cluster.actor import Place, WorkerActor, WorkerReport
-from pdserve.cluster.errors import ClusterError, Interrupted
+from pdserve.cluster.actor import WorkerActor
+from pdserve.cluster.errors import ClusterError, StartFailed, WorkerDied
 from pdserve.cluster.events import Listener, WorkerChanged, WorkerLoads, WorkerPhase
+from pdserve.cluster.keeping.report import Place, WorkerReport
 from pdserve.cluster.member import Member, State
 from pdserve.cluster.nodes import View, spread, waits_for, without_node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.core.errors import ConfigError
 
-START_TIMEOUT_S: Final = 300.0  # a first start may convert or download a model
 PLACE_TIMEOUT_S: Final = 900.0  # a machine with GPUs takes minutes to be rented and to start
-LOOK_S: Final = 0.2  # a wait notices the wish to stop this soon
 EXPLAIN_S: Final = 1.0  # the pause between looks at the nodes while a worker has no place
 PROGRESS_S: Final = 1.0  # the pause between questions to a worker that loads
 STOP_TIMEOUT_S: Final = 3.0
+END_TIMEOUT_S: Final = 3.0  # a killed process is gone within milliseconds, unless it holds a lot of memory
 
 
 class WorkerPool:
@@ -57,22 +56,15 @@ class WorkerPool:
         for member, node_id in zip(self._members, self._nodes_of(self._members), strict=True):
             self._ask(member, node_id)
 
-    def wait_loaded(self, stop: threading.Event) -> None:
-        """Wait until every worker has loaded its model. Raises `Interrupted`, `ConfigError` or `ClusterError`."""
-        while waiting := [member for member in self._members if member.first_start]:
-            if stop.is_set():
-                raise Interrupted
-            for member in waiting:
-                if late := _late(member):
-                    raise ClusterError(late)
-            self._look_once(LOOK_S)
+    def check(self, wait_s: float = 0.0) -> None:
+        """Look once whether a worker started, died, came back or left, and tell the listener.
 
-    def check(self) -> None:
-        """Look once, without waiting, whether a worker died, came back or left, and tell the listener."""
-        self._look_once(0.0)
+        The look waits for news for at most `wait_s`.
+        """
+        self._look_once(wait_s)
         for member in self._members:
-            if member.added and member.first_start and (late := _late(member)):
-                self._again(member, late, counts=True)
+            if late := _late(member):
+                self._fails(member, ClusterError(late))
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -80,21 +72,21 @@ class WorkerPool:
         return tuple(self._members)
 
     def add(self, plan: WorkerPlan) -> None:
-        """Ask Ray for one more worker, without waiting for it. If it cannot start, the cluster goes on without it.
+        """Ask Ray for one more worker, without waiting for it.
 
         Its share of a node's cores is that of an even spread. Workers that run keep the threads that they have.
         """
         assert all(member.worker_id != plan.worker_id for member in self._members), plan.worker_id
         view = self._look() if self._look is not None else None
         nodes = max(1, len(view.nodes)) if view is not None else 1
-        member = Member(dataclasses.replace(plan, share=-(-(len(self._members) + 1) // nodes)), added=True)
+        member = Member(dataclasses.replace(plan, share=-(-(len(self._members) + 1) // nodes)))
         self._members.append(member)
         self._ask(member, *self._nodes_of([member]))
 
     def cancel(self, worker_id: str) -> None:
         """End a worker that serves nobody: it has no place yet, loads, or waits for a restart. It is then forgotten."""
         member = self._named(worker_id)
-        _end(member)
+        _end([member])
         self._members.remove(member)
         self._tell(member, WorkerPhase.CANCELLED)
 
@@ -108,17 +100,12 @@ class WorkerPool:
         """Let the next process of a worker start by another plan, since its present one changes its role or has done so."""
         self._named(worker_id).replan(plan)
 
+    def forgive(self, worker_id: str, pid: int) -> None:
+        """Do not count the death of a worker's process, since a request has ended it."""
+        self._named(worker_id).forgive(pid)
+
     def _named(self, worker_id: str) -> Member:
         return next(member for member in self._members if member.worker_id == worker_id)
-
-    @property
-    def reports(self) -> tuple[WorkerReport, ...]:
-        """The reports of the workers that run, in the order of their plans."""
-        return tuple(member.report for member in self._members if member.report is not None)
-
-    def serves(self, role: str) -> bool:
-        """Tell whether the role has a worker that is not gone for good."""
-        return any(member.plan.role == role and member.state is not State.GONE for member in self._members)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop all workers at the same time, within `timeout_s`, then end their processes for good. Idempotent."""
@@ -126,8 +113,7 @@ class WorkerPool:
         calls = [member.actor.stop.remote(timeout_s) for member in members if member.state is State.RUNNING]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=timeout_s + 1.0)
-        for member in members:
-            _end(member)
+        _end(members)
 
     def _look_once(self, timeout_s: float) -> None:
         now = time.monotonic()
@@ -145,14 +131,18 @@ class WorkerPool:
     def _nodes_of(self, asked: Sequence[Member]) -> list[str | None]:
         """Return a node id for each worker, or None to let Ray choose.
 
-        A node is chosen here only for a worker that asks for no resources, which Ray would put anywhere.
+        A node is chosen here for a worker whose process may run there still, because only its keeper died, and for one that
+        asks for no resources, which Ray would put anywhere.
         """
         view = self._look() if self._look is not None else None
         if view is None:
             return [None] * len(asked)
         there = [member.node_id for member in self._members if member.node_id is not None]
         chosen = spread([member.plan.needs for member in asked], view.nodes, there)
-        return [None if member.plan.needs.amounts else node for member, node in zip(asked, chosen, strict=True)]
+        by_host = {node.host: node.node_id for node in view.nodes}
+        runs = [by_host.get(member.host) if member.plan.lasting and member.host else None for member in asked]
+        free = [None if member.plan.needs.amounts else node for member, node in zip(asked, chosen, strict=True)]
+        return [there or node for there, node in zip(runs, free, strict=True)]
 
     def _ask(self, member: Member, node_id: str | None) -> None:
         actor = ray.remote(WorkerActor).options(**_options(member.plan, node_id, spread=self._look is not None))
@@ -199,31 +189,39 @@ class WorkerPool:
             self._tell(member, WorkerPhase.LOADING, f"on {answer.host}" if member.plan.node_address else "")
         elif isinstance(answer, WorkerReport):
             member.loaded(answer, time.monotonic())
-            self._tell(member, WorkerPhase.LOADED)
+            self._tell(member, WorkerPhase.LOADED, "it ran already" if answer.adopted else "")
         elif answer:  # the worker has drained; its empty process is still there
-            _end(member)
+            _end([member])
             member.gone(time.monotonic())
             self._tell(member, WorkerPhase.DRAINED)
 
     def _lost(self, member: Member, exc: RayError) -> None:
         """Plan the restart of a worker whose process died, or give it up.
 
-        A worker of the start that has never started has a wrong setting or machine, which a restart would not mend. It raises
-        `ConfigError` or `ClusterError`, unless its node left.
+        The first start that fails is kept as the member's `failure`, which may end the start of the whole cluster. A node that
+        left is nobody's failure.
         """
-        node_left = isinstance(exc, ActorUnschedulableError) or (isinstance(exc, RayActorError) and exc.preempted)
-        failed = _failed_start(member.plan, exc) if member.first_start and not node_left else None
-        if failed and not member.added:
-            raise failed from exc
-        log = f"see {member.plan.log_dir}/{member.worker_id}.log"
-        self._again(member, failed.message if failed else log, counts=not node_left)
+        if isinstance(exc, RayTaskError):  # the keeper lives and says that the process has died
+            member.host = ""
+        if isinstance(exc, ActorUnschedulableError) or (isinstance(exc, RayActorError) and exc.preempted):
+            self._again(member, _see_log(member), counts=False)
+        elif member.first_start:
+            self._fails(member, _failed_start(member.plan, exc))
+        else:
+            self._again(member, _see_log(member), counts=True)
+
+    def _fails(self, member: Member, failure: ConfigError | ClusterError) -> None:
+        if member.first_start:
+            member.failure = failure
+        self._again(member, failure.message, counts=True)
 
     def _again(self, member: Member, detail: str, *, counts: bool) -> None:
-        """End the process if it still runs, and plan the next one, or give the worker up. `counts`: a restart is used up."""
-        _end(member)
+        """End the process if it still runs, and plan the next one, or give the worker up for now. `counts`: a restart is used
+        up."""
+        _end([member])
         delay_s = member.died(time.monotonic(), counts=counts)
         if delay_s is None:
-            self._tell(member, WorkerPhase.DEAD, f"given up, {member.restarts_used}; {detail}")
+            self._tell(member, WorkerPhase.DEAD, f"given up for now, {member.restarts_used}; {detail}")
         else:
             why = member.restarts_used if counts else "its node left"
             self._tell(member, WorkerPhase.RESTARTING, f"in {delay_s:g} s, {why}; {detail}")
@@ -247,7 +245,8 @@ class WorkerPool:
 
 
 def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str, Any]:
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False) if node_id else "SPREAD"
+    soft = bool(plan.lasting)  # a node on which it may run may also have no room any more
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=soft) if node_id else "SPREAD"
     return {
         "num_cpus": plan.num_cpus,
         "num_gpus": plan.num_gpus,
@@ -261,20 +260,29 @@ def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str
     }
 
 
-def _end(member: Member) -> None:
-    """End the process if it still runs. The process of a worker that could not start does."""
-    if member.actor is not None:
-        ray.kill(member.actor, no_restart=True)
+def _end(members: Sequence[Member]) -> None:
+    """End the processes that still run, and their keepers. The process of a worker that could not start may run."""
+    started = [member.actor for member in members if member.actor is not None and member.state is not State.PLACING]
+    if calls := [actor.end.remote() for actor in started]:  # a keeper that died ends nothing; the next one finds the process
+        ray.wait(calls, num_returns=len(calls), timeout=END_TIMEOUT_S)
+    for member in members:
+        if member.actor is not None:
+            ray.kill(member.actor, no_restart=True)
 
 
 def _late(member: Member) -> str:
     """Return the failure of a worker that waits too long for a place, or loads for too long. Empty: it does not."""
-    if member.state not in (State.PLACING, State.LOADING):
+    if member.state not in (State.PLACING, State.LOADING) or (member.state is State.PLACING and not member.first_start):
         return ""
-    limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else START_TIMEOUT_S
+    limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else member.plan.start_timeout_s
     if time.monotonic() - member.since_s <= limit_s:
         return ""
-    return f"{member.worker_id}: not started after {limit_s:.0f} s; {member.waits_for or f'see {member.plan.log_dir}'}"
+    setting = "" if member.state is State.PLACING else " (start_timeout_s)"
+    return f"{member.worker_id}: not started after {limit_s:.0f} s{setting}; {member.waits_for or f'see {member.plan.log_dir}'}"
+
+
+def _see_log(member: Member) -> str:
+    return f"see {member.plan.log_dir}/{member.worker_id}.log"
 
 
 def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError:
@@ -282,8 +290,12 @@ def _failed_start(plan: WorkerPlan, exc: RayError) -> ConfigError | ClusterError
     if isinstance(exc, (RayActorError, RayTaskError)):
         lines = [line for line in str(exc).splitlines() if line.strip()]
         match = re.match(r"\s*(?:[\w.]+\.)?(\w+): (.*)", lines[-1]) if lines else None
-        if match and match[1] == "ConfigError":
+        if match and match[1] == ConfigError.__name__:
             return ConfigError(match[2])
+        if match and match[1] == StartFailed.__name__:
+            return ClusterError(f"{plan.worker_id} cannot start: {match[2]}; see {plan.log_dir}")
+        if match and match[1] == WorkerDied.__name__:
+            match = None
         if match and (isinstance(exc, RayTaskError) or getattr(exc, "actor_init_failed", False)):
             return ClusterError(f"{plan.worker_id} cannot start: {match[1]}: {match[2]}; see {plan.log_dir}")
     return ClusterError(f"{plan.worker_id} died while starting; see {plan.log_dir}/{plan.worker_id}.log")

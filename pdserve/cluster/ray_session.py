@@ -22,7 +22,7 @@ import psutil
 import ray
 from ray._private import services
 
-from pdserve.cluster import processes, ray_nodes
+from pdserve.cluster import processes, ray_nodes, record
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.nodes import Node, View
 from pdserve.cluster.plan import LOCAL_HOST, local_environment, local_resources
@@ -32,6 +32,7 @@ from pdserve.config import ClusterConfig
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 5.0
+NEEDED: Final = ("gcs_server", "raylet")
 NICENESS: Final = "RAY_worker_niceness"  # a node of Ray reads it when it starts; the default is 15
 
 
@@ -41,13 +42,17 @@ class RaySession:
     def __init__(self, private: Path | None, restore: ExitStack) -> None:
         self._private = private
         self._restore = restore
+        self._needed: list[psutil.Process] = []  # the processes without which a private Ray is lost
 
     @classmethod
-    def connect(cls, config: ClusterConfig, private: Path) -> RaySession:
-        """Start or join Ray. `private` is the folder for a private Ray. Raises `ClusterError` when neither succeeds."""
+    def connect(cls, config: ClusterConfig, private: Path, cluster_name: str = "") -> RaySession:
+        """Start or join Ray. `private` is the folder for a private Ray, whose processes are marked as the cluster's.
+
+        Raises `ClusterError` when neither succeeds.
+        """
         local = config.address == "local"
         session = cls(private if local else None, ExitStack())
-        session._set_environment(local)
+        session._set_environment(record.mark_of(cluster_name) | record.tie_to(private) if local else {}, local)
         try:
             ray.init(**(_own(config, private) if local else _visit(config)))
         except (RuntimeError, OSError, OverflowError, ValueError, ray.exceptions.RayError) as exc:
@@ -56,26 +61,32 @@ class RaySession:
         except ClusterError:
             session.close()
             raise
+        session._needed = [process for process in session._processes() if process.name() in NEEDED]
         return session
 
-    def _set_environment(self, local: bool) -> None:
+    def _set_environment(self, marks: dict[str, str], local: bool) -> None:
         """Set the environment variables that Ray reads. `close` restores them, but for the token.
 
         They turn usage statistics off. A private Ray also gets a token of its own, since Ray would otherwise leave one in
         the home folder, its workers get the niceness of ordinary processes, unless the operator has set another, and they
-        inherit the variables of `local_environment`.
+        inherit the variables of `local_environment`, and the marks by which they are found if this process is killed.
         Ray reads its token once in a process, so the token stays until the process ends. RAY_AUTH_MODE, which Ray itself
         writes into the environment, is restored.
         """
         wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         if local:
-            wanted |= {NICENESS: os.environ.get(NICENESS, "0"), **local_environment()}
+            wanted |= {NICENESS: os.environ.get(NICENESS, "0"), **local_environment(), **marks}
         if local and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         for name in (*wanted, "RAY_AUTH_MODE"):
             self._restore.callback(_set, name, os.environ.get(name))
         os.environ.update(wanted)
         logging.getLogger("ray").setLevel(logging.ERROR)
+
+    @property
+    def lost(self) -> bool:
+        """Tell whether a private Ray has lost a process that it needs. Ray's library takes a minute to say so."""
+        return not all(map(processes.alive, self._needed))
 
     @property
     def look(self) -> Callable[[], View | None] | None:

@@ -1,7 +1,8 @@
-"""The router as a child process. It is started, restarted at the same ports, and stopped.
+"""The router as a process of its own. It is started, found again, restarted at the same ports, and stopped.
 
-The child has a process group of its own, so that Ctrl-C on a terminal reaches only us and we stop things in order. The
-child also reads a pipe whose other end we hold, so it ends when we do, however we end.
+It has a session of its own, so that Ctrl-C on a terminal reaches only us and we stop things in order. A *bound* router also
+reads a pipe whose other end we hold, so it ends when we do, however we end. A *lasting* one goes on without us, and whoever
+comes next adopts it by its pid and start time. Both say that they are ready in a file, which outlives whoever waits for it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from types import MappingProxyType
 
 from pdserve import config
 from pdserve.cluster import processes
 from pdserve.cluster.errors import ClusterError, Interrupted
+from pdserve.cluster.record import ProcessId
+from pdserve.cluster.router.ports import NAMES, at_ports
 from pdserve.core.errors import ConfigError
+from pdserve.observe.log_files import open_log
 
 COMMAND = (sys.executable, "-m", "router")
 READY_TIMEOUT_S = 300.0  # the first start may convert or download a model
-STOP_TIMEOUT_S = 6.0  # the router itself takes less than 5
-LOOK_S = 0.1  # a wait notices the wish to stop this soon
+STOP_TIMEOUT_S = 6.0  # a router without streams takes less than 5
+KILL_TIMEOUT_S = 5.0  # the kernel ends a killed process within a moment, unless it waits for a disk
+LOOK_S = 0.05  # a wait notices this soon that the router is ready, or the wish to stop
 USAGE_ERROR = 2  # exit status of a process that was started with wrong settings
 
 
@@ -41,49 +46,75 @@ class Endpoints:
     link: str
     admin: str
     pid: int
+    metrics: str = ""
 
 
 class RouterProcess:
-    """One router. `start` may be called again after `stop`. Only one thread calls it."""
+    """One router. `start` may be called again after `stop`. Only one thread calls it, but for `kill`.
+
+    lasting: the router goes on when this process ends. variables: are added to its environment.
+    """
 
     def __init__(
-        self, settings: config.RouterProcessConfig, *, folder: Path, log: Path, command: Sequence[str] = COMMAND
+        self,
+        settings: config.RouterProcessConfig,
+        *,
+        folder: Path,
+        log: Path,
+        command: Sequence[str] = COMMAND,
+        lasting: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.settings = settings  # these have the real ports once the router is ready
         self._file = folder / "router.yaml"
+        self._said = folder / "router.ready"
         self._log = log
         self._command = tuple(command)
-        self._child: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._lines: queue.Queue[tuple[float, str | None]] = queue.Queue()
+        self._lasting = lasting
+        self._variables = dict(variables)
+        self._child: subprocess.Popen[bytes] | None = None  # None as well for a router that was adopted
+        self.process: ProcessId | None = None  # the router that runs, or ran last and was not stopped
         self._log_start = 0
         self._began = 0.0
         self.start_s = 0.0  # seconds that the last start took until the router was ready
 
     def start(self) -> None:
         """Spawn the process, without waiting for it. Raises `ClusterError` when it cannot be run at all."""
-        assert self._child is None
+        assert self.process is None
         self._began = time.monotonic()
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # the file holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
             file.write(config.dump(self.settings))
-        self._lines = queue.Queue()
-        with self._log.open("ab") as log:
-            self._log_start = log.tell()
+        with open_log(self._log) as log, self._said.open("wb") as said:
+            self._log_start = os.fstat(log.fileno()).st_size
             try:
                 self._child = subprocess.Popen(
-                    [*self._command, "--config", str(self._file), "--exit-with-parent"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    [*self._command, *self._arguments],
+                    stdin=subprocess.DEVNULL if self._lasting else subprocess.PIPE,
+                    stdout=said,
                     stderr=log,
                     start_new_session=True,
-                    env=environment(),
+                    env=environment() | self._variables,
                 )
             except OSError as exc:
                 raise ClusterError(f"cannot run the router: {exc.strerror}") from exc
-        assert self._child.stdout is not None
-        self._reader = threading.Thread(target=_read_lines, args=(self._child.stdout, self._lines), daemon=True)
-        self._reader.start()
+        self.process = ProcessId.of(self._child.pid) or ProcessId(self._child.pid, 0)  # the second: it has ended already
+
+    @property
+    def _arguments(self) -> list[str]:
+        bound = [] if self._lasting else ["--exit-with-parent"]
+        return ["--config", str(self._file), "--log-file", str(self._log), *bound]
+
+    def use(self, router: config.RouterConfig) -> None:
+        """Let the next start use these settings of the router."""
+        self.settings = dataclasses.replace(self.settings, router=router)
+
+    def adopt(self, process: ProcessId, endpoints: Endpoints | None) -> None:
+        """Take over a router that another process started. `endpoints` None: it is only to be stopped."""
+        assert self.process is None
+        self.process = process
+        if endpoints is not None:
+            self._at(endpoints)
 
     def wait_ready(self, stop: threading.Event, timeout_s: float = READY_TIMEOUT_S) -> Endpoints:
         """Wait for the one line that the ready router prints, and return its addresses.
@@ -93,89 +124,109 @@ class RouterProcess:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if stop.is_set():
+            if (endpoints := self.ready()) is not None:
+                return endpoints
+            if stop.wait(LOOK_S):
                 raise Interrupted
-            with contextlib.suppress(queue.Empty):
-                came, line = self._lines.get(timeout=LOOK_S)
-                self.start_s = came - self._began
-                return self._endpoints(line)
         raise ClusterError(f"the router was not ready after {timeout_s:.0f} s; see {self._log}")
 
-    def _endpoints(self, line: str | None) -> Endpoints:
-        if line is None:
-            raise self._failure()
+    def ready(self) -> Endpoints | None:
+        """Return the addresses of the router that was started, None while it is not ready. Raises as `wait_ready` does."""
+        ended = self.ended() is not None  # before the file is read: it says what it has to say first
+        line = self._said.read_text(errors="replace")
+        if not line.endswith("\n"):
+            if ended:
+                raise self._failure()
+            return None
         try:
             ready = json.loads(line)
-            endpoints = Endpoints(ready["http"], ready["grpc"], ready["link"], ready["admin"], ready["pid"])
+            addresses = ready["http"], ready["grpc"], ready["link"], ready["admin"]
+            endpoints = Endpoints(*addresses, ready["pid"], ready["metrics"])
         except (ValueError, KeyError, TypeError) as exc:
-            raise ClusterError(f"the router said {line!r} instead of its addresses") from exc
-        self.settings = dataclasses.replace(self.settings, router=_at_ports(self.settings.router, endpoints))
+            raise ClusterError(f"the router said {line.strip()!r} instead of its addresses") from exc
+        self.start_s = time.monotonic() - self._began
+        self._at(endpoints)
         return endpoints
+
+    def _at(self, endpoints: Endpoints) -> None:
+        """Keep the real ports, so that a restarted router listens where clients and workers expect it."""
+        addresses = {name: getattr(endpoints, name) for name in NAMES}
+        ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
+        self.use(at_ports(self.settings.router, ports))
 
     def _failure(self) -> ConfigError | ClusterError:
         """Return the reason why the router ended before it was ready: its own `error:` line when there is one."""
         status = self.exit_status(wait_s=STOP_TIMEOUT_S)
+        said = self.error_line()
+        if said and status == USAGE_ERROR:
+            return ConfigError(said)
+        return ClusterError(said or f"the router exited with status {status} while starting; see {self._log}")
+
+    def error_line(self) -> str:
+        """Return the last `error:` line that the router wrote since its start; empty when there is none, or no file."""
+        if not self._log.is_file():
+            return ""
         with self._log.open("rb") as log:
-            log.seek(self._log_start)
+            if os.fstat(log.fileno()).st_size >= self._log_start:  # otherwise it was emptied meanwhile
+                log.seek(self._log_start)
             lines = log.read().decode(errors="replace").splitlines()
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if said and status == USAGE_ERROR:
-            return ConfigError(said[-1])
-        return ClusterError(said[-1] if said else f"the router exited with status {status} while starting; see {self._log}")
+        return said[-1] if said else ""
 
     def exit_status(self, wait_s: float = 0.0) -> int | None:
-        """Wait for at most `wait_s` and return the exit status; None while the router runs."""
-        assert self._child is not None
+        """Wait for at most `wait_s` and return the exit status; None while the router runs, and for an adopted one."""
+        if self._child is None:
+            return None
         try:
             return self._child.wait(wait_s)
         except subprocess.TimeoutExpired:
             return None
 
+    def ended(self) -> str | None:
+        """Tell how the router ended; None while it runs."""
+        if (status := self.exit_status()) is not None:
+            return f"exit status {status}"
+        return None if self.process is not None and self.process.alive else "it ended by itself"
+
     @property
     def pid(self) -> int | None:
-        """The pid of the child; None while there is none."""
-        return None if self._child is None else self._child.pid
+        """The pid of the router; None while there is none."""
+        return None if self.process is None else self.process.pid
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End the router with SIGTERM, and after `timeout_s` with SIGKILL. Idempotent."""
-        child = self._child
-        if child is None:
+        """End the router with SIGTERM, and after `timeout_s` with SIGKILL, together with what it started. Idempotent."""
+        if self.process is None:
             return
-        assert child.stdin is not None
-        child.terminate()
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-        try:
-            child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        assert self._reader is not None
-        self._reader.join(timeout=1.0)  # the pipe's other end is closed: it reads the end of the file
-        self._child = None
+        self.process.send(signal.SIGTERM)
+        if not self._gone(timeout_s):
+            self.kill()
+            self._gone(KILL_TIMEOUT_S)
+        self.forget()
+
+    def forget(self) -> None:
+        """Know the router no more. One that runs goes on if it is a lasting one. Idempotent."""
+        child, self._child, self.process = self._child, None, None
+        if child is not None and child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+
+    def _gone(self, timeout_s: float) -> bool:
+        """Wait for the end of the process. False: it runs after `timeout_s`."""
+        if self._child is not None:
+            return self.exit_status(timeout_s) is not None
+        deadline = time.monotonic() + timeout_s
+        while self.process is not None and self.process.alive:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def kill(self) -> None:
-        """End it and what it started, from any thread, without waiting."""
-        if (child := self._child) is not None:
-            started = processes.descendants(child.pid)
-            child.kill()
+        """End it and what it started, also if it was stopped by SIGSTOP. Any thread may call it, and it does not wait."""
+        if (process := self.process) is not None and process.alive:
+            started = processes.descendants(process.pid)
+            process.send(signal.SIGKILL)
             processes.kill(started)
-
-
-def _read_lines(stream: IO[bytes], lines: queue.Queue[tuple[float, str | None]]) -> None:
-    """Queue each line of the router's output with the time it came, and None at the end. So the pipe never fills up."""
-    with stream:
-        for line in stream:
-            lines.put((time.monotonic(), line.decode(errors="replace").strip()))
-    lines.put((time.monotonic(), None))
-
-
-def _at_ports(router: config.RouterConfig, endpoints: Endpoints) -> config.RouterConfig:
-    """Return the settings with the real ports, so that a restarted router listens where clients and workers expect it."""
-    ports: dict[str, Any] = {
-        f"{name}_port": int(getattr(endpoints, name).rpartition(":")[2]) for name in ("http", "grpc", "link", "admin")
-    }
-    return dataclasses.replace(router, **ports)
 
 
 def environment() -> dict[str, str]:

@@ -23,8 +23,13 @@ from pdserve.cluster.events import (
     PartStarted,
     PolicyChanged,
     PoolsResized,
+    RayBack,
+    RayLost,
+    RouterAdopted,
     RouterBack,
     RouterLost,
+    RouterReplaced,
+    StartedWithout,
     WorkerChanged,
     WorkerLoads,
     WorkerPhase,
@@ -126,7 +131,17 @@ def _sentence(event: Event) -> str:
     if isinstance(event, WorkerLoads):
         return f"{event.worker_id} {event.state}"
     if isinstance(event, RouterLost):
-        return f"the router died ({event.detail}); starting it again in {event.delay_s:.1f} s"
+        return f"the router is gone ({event.detail}); starting it again in {event.delay_s:.1f} s"
+    if isinstance(event, RayLost):
+        return f"Ray is gone ({event.detail}); workers go on, and pools keep their sizes until Ray is back"
+    if isinstance(event, RayBack):
+        return "Ray is back; the workers that run were adopted"
+    if isinstance(event, StartedWithout):
+        return f"serving without {', '.join(event.worker_ids)}, started again meanwhile; `pdserve status` shows what is there"
+    if isinstance(event, RouterAdopted):
+        return f"the router of before goes on (pid {event.pid})"
+    if isinstance(event, RouterReplaced):
+        return f"the router of before (pid {event.pid}) {event.why}; it is stopped, and another one started"
     if isinstance(event, LogsKept):
         return f"logs kept in {event.folder}"
     if isinstance(event, PoolsResized | PolicyChanged):

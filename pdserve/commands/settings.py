@@ -99,6 +99,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
     ),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
+    (("--gpus",), "gpus", NOT_NEGATIVE, "Limit of the GPUs that the workers use (default: all); 0 computes on CPUs."),
     (("--transport",), "transfer.transport", str, "Transport of KV: nixl (default), cma, or module:function of your own."),
     (("--placement",), "router.placement", PLACEMENTS, "Where prompts are computed, unless the request names a placement."),
     (
@@ -145,7 +146,24 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Form in which the model writes its reasoning (default auto: by its chat template).",
     ),
     (("--max-workers",), "autoscaling.max_workers", POSITIVE, "Limit of the workers of both pools together."),
-    (("--log-dir",), "log_dir", click.Path(file_okay=False), "Folder of the logs (default: a temporary one)."),
+    (
+        ("--log-dir",),
+        "log_dir",
+        click.Path(file_okay=False),
+        "Folder of the logs, or stdout for that of a container (default: a temporary one).",
+    ),
+    (
+        ("--start-timeout-s",),
+        "start_timeout_s",
+        click.FloatRange(min=0, min_open=True),
+        "Seconds that a worker may take to load its model, download included (default 1800).",
+    ),
+    (
+        ("--drain-timeout-s",),
+        "drain_timeout_s",
+        click.FloatRange(min=0, min_open=True),
+        "Seconds that a worker which drains waits for requests that find no room elsewhere (default 300).",
+    ),
     (("--address",), "address", str, "Ray cluster: local (a private Ray), auto (this node's cluster), or HOST:PORT."),
 )
 LACKING: Final[tuple[tuple[tuple[str, ...], str], ...]] = (

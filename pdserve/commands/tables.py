@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +16,12 @@ from pdserve.core.worker import VersionRange, niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from pdserve.cluster.actor import WorkerReport
+    from pdserve.cluster.keeping.report import WorkerReport
 
 BAR_CELLS = 20
 WIDE = 140  # columns of a terminal that the whole status needs
 UTILISATION_WIDE = 20  # columns more if the utilisation of workers is known
+MOST_ASIDE = 5  # workers that are named when not all pairs are: one broken machine is among the first
 ROOMY = 100  # columns of a terminal that shows it
 RARE = ("cached", "quarantined", "unaccounted")
 _INEXACT = "exact: false; workers store weights or KV in different formats, so tokens may depend on where a request runs"
@@ -119,7 +120,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         if worker.hello.flips
     ]
     why += [damage for worker in state.workers if (damage := _damage(worker)) is not None]
-    aside = [_set_aside(state.set_aside_pairs)] if state.set_aside_pairs else []
+    aside: list[RenderableType] = [_set_aside(state.set_aside_pairs), *_more_aside(state)] if state.set_aside_pairs else []
     mixed = [] if state.exact or not state.workers else [Text(_INEXACT)]
     classes = [_classes(state.classes)] if state.classes else []
     return Group(
@@ -195,6 +196,16 @@ def _set_aside(pairs: Iterable[inference_pb2.SetAsidePair]) -> Table:
         again = f"{pair.remaining_s:.0f} s" if math.isfinite(pair.remaining_s) else "never"
         made.add_row(pair.prefill_worker, pair.decode_worker, str(pair.failures), again, Text(pair.reason))
     return made
+
+
+def _more_aside(state: inference_pb2.GetClusterStateResponse) -> list[Text]:
+    """Make a line about the pairs that the state does not name, with the workers that are in most of all pairs."""
+    more = state.num_set_aside_pairs - len(state.set_aside_pairs)
+    if more <= 0:
+        return []
+    most = sorted(state.set_aside_counts, key=lambda one: -one.pairs)[:MOST_ASIDE]
+    names = ", ".join(f"{one.worker_id} ({one.pairs})" for one in most)
+    return [Text(f"and {more} more pairs; the workers in most pairs are {names}")]
 
 
 def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:

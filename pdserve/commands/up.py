@@ -28,23 +28,41 @@ if TYPE_CHECKING:
     show_envvar=True,
     help="Secret of the router, its workers, and administrators on other machines (default: a new one).",
 )
+@click.option(
+    "--name",
+    default=None,
+    help="Name of the cluster on this machine, by which the next `pdserve up` finds it (default: pdserve- and the admin port).",
+)
+@click.option(
+    "--leave-running",
+    is_flag=True,
+    help="Ctrl-C ends only this process: the cluster serves on for the next `pdserve up`, and `pdserve down` ends it.",
+)
+@click.option("--bound", is_flag=True, help="The cluster ends with this process, even if this process is killed.")
 @one_line_errors
-def up(cluster_token: str, **flags: Any) -> int:
+def up(cluster_token: str, name: str | None, leave_running: bool, bound: bool, **flags: Any) -> int:
     """Start a router and both pools, and run until SIGINT or SIGTERM. A second signal stops at once.
 
-    Stopping cancels all running requests. `pdserve drain` takes a worker out of service without losing anything.
+    Stopping ends the router first, once its streams have ended, unless --leave-running is given. `pdserve drain` takes one
+    worker out of service. If this process is killed the cluster serves on, and the next `pdserve up` of its name adopts it.
     """
+    if bound and (name or leave_running):
+        given = "--name" if name else "--leave-running"
+        raise click.UsageError(
+            f"{given} is for a cluster that another `pdserve up` can find, and --bound for one that ends with this"
+        )
     config = cluster_config(**flags)
+    from pdserve.cluster.record import default_name
     from pdserve.commands.stopping import StopSignals
     from pdserve.observe.title import set_title
 
     set_title("up")
-
+    lasting = "" if bound else default_name(config.router.admin_port_or_default) if name is None else name
     with StopSignals() as stop:
-        return stop.run(functools.partial(_serve, config, stop, cluster_token))
+        return stop.run(functools.partial(_serve, config, stop, cluster_token, lasting, leave_running=leave_running))
 
 
-def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str) -> int:
+def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str, lasting: str, *, leave_running: bool) -> int:
     """Start the cluster, supervise it and close it. Return 0, also when a signal came during the start."""
     from pdserve.cluster.errors import Interrupted
     from pdserve.cluster.launch import Cluster
@@ -53,14 +71,21 @@ def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str) -> int:
 
     console = make_console()
     view = StartView(console, after_ray=stop.reclaim)
+    made = Cluster(
+        config, stop=stop.event, listener=view, cluster_token=cluster_token, lasting=lasting, leave_running=leave_running
+    )
     try:
-        with Cluster(config, stop=stop.event, listener=view, cluster_token=cluster_token) as cluster:
+        with made as cluster:
             stop.at_once = cluster.kill
             _start(cluster, view, console)
             cluster.supervise()
-            console.print("stopping")
+            if not cluster.leaves:
+                console.print("stopping: running requests finish first; a second signal stops at once")
     except Interrupted:
         console.print("stopped while starting")
+        return 0
+    if made.leaves:
+        console.print(f"the cluster serves on; `pdserve down --name {made.name}` ends it")
         return 0
     console.print("stopped; nothing is left running")
     return 0
@@ -81,6 +106,7 @@ def _start(cluster: Cluster, view: StartView, console: Console) -> None:
     console.print(f"HTTP   http://{endpoints.http}/v1")
     console.print(f"gRPC   {endpoints.grpc}")
     console.print(f"admin  {endpoints.admin}")
+    console.print(f"name   {cluster.name}")
     console.print(f"logs   {cluster.folders.logs}")
     console.print(f"try    {first_request(reachable(endpoints.grpc), chat=info.has_chat_template)}")
     console.print("ready; Ctrl-C stops it")

@@ -3,8 +3,11 @@
 The KV of a block depends on every token before it, so a block's hash covers its parent's:
 
 ```
-root = H(salt)     hash 0 = H(root, tokens of block 0)     hash i = H(hash i-1, tokens of block i)
+root = R(salt)     hash 0 = H(root, tokens of block 0)     hash i = H(hash i-1, tokens of block i)
 ```
+
+R is H with another personalisation, so no salt that a client chooses gives the hash of a block. What goes into a hash beside
+tokens is written by `encode_parts` alone: two different lists of parts never give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +27,29 @@ the same hash would serve one user's KV to another."""
 PROMPT_HASH_BYTES: Final = 32
 
 
+def encode_parts(*parts: bytes) -> bytes:
+    """Return the parts as one string of bytes, each after its length in 8 bytes (little-endian).
+
+    The encoding is injective, for any number of parts: a reader that takes a length and so many bytes, again and again, gets
+    exactly these parts back.
+    """
+    return b"".join([piece for part in parts for piece in (struct.pack("<Q", len(part)), part)])
+
+
 def chain_salt(model_salt: bytes, cache_salt: str) -> bytes:
     """Return the salt of a sequence's chain. `model_salt` names the weights. Only equal `cache_salt`s share blocks."""
-    return model_salt + cache_salt.encode(errors="replace")
+    return encode_parts(model_salt, _salt_bytes(cache_salt))
 
 
 def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
     """Return the hash that names a whole prompt with its salt. `prompt_ids` are little-endian uint32, as on the wire."""
-    salt = cache_salt.encode(errors="surrogatepass")
-    return blake2b(
-        struct.pack("<Q", len(salt)) + salt + prompt_ids, digest_size=PROMPT_HASH_BYTES, person=b"pdserve prompt"
-    ).digest()
+    content = encode_parts(_salt_bytes(cache_salt), prompt_ids)
+    return blake2b(content, digest_size=PROMPT_HASH_BYTES, person=b"pdserve prompt").digest()
+
+
+def _salt_bytes(cache_salt: str) -> bytes:
+    """Return the bytes of a client's salt. Lone surrogates, which JSON allows, stay apart from each other and from all else."""
+    return cache_salt.encode(errors="surrogatepass")
 
 
 class PrefixChain:
@@ -69,7 +84,7 @@ def block_hashes(tokens: Sequence[int], block_size: int, *, salt: bytes = b"") -
 
 def root_hash(salt: bytes) -> BlockHash:
     """Return the hash that comes before the first block of a chain."""
-    return next_hash(b"", salt)
+    return BlockHash(blake2b(salt, digest_size=DIGEST_BYTES, person=b"pdserve root").digest())
 
 
 def next_hash(parent: bytes, content: bytes) -> BlockHash:

@@ -37,6 +37,8 @@ class ErrorCode(Enum):
     UNKNOWN_REQUEST = "unknown_request"
     STALE_ORDER = "stale_order"
     CANNOT_FLIP = "cannot_flip"
+    CANNOT_DRAIN = "cannot_drain"
+    POISON_REQUEST = "poison_request"
 
 
 class PdserveError(Exception):
@@ -76,6 +78,12 @@ class CannotFlip(InvalidRequest):
     """The worker cannot take the other role now. The message names the obstacle; another worker may be able to."""
 
     code = ErrorCode.CANNOT_FLIP
+
+
+class CannotDrain(InvalidRequest):
+    """The worker is the last one of its role that serves. An operator starts another one first, or forces the drain."""
+
+    code = ErrorCode.CANNOT_DRAIN
 
 
 class UnknownRequest(InvalidRequest):
@@ -157,6 +165,10 @@ class Unavailable(PdserveError):
     code = ErrorCode.UNAVAILABLE
 
 
+class RouterStopping(Unavailable):
+    """The router ends. Retry, over another connection: another router may answer there."""
+
+
 class IncompatiblePeer(PdserveError):
     """Two workers' KV layouts or versions differ; they must never be paired. An operator must act."""
 
@@ -167,6 +179,13 @@ class NumericalError(PdserveError):
     """The model's logits were not finite numbers, so no token could be drawn. The cluster computes the request once more."""
 
     code = ErrorCode.NUMERICAL_ERROR
+
+
+class PoisonRequest(PdserveError):
+    """Several workers died while they computed the request, the last one while it computed nothing else. Do not retry: the
+    request would probably end more workers."""
+
+    code = ErrorCode.POISON_REQUEST
 
 
 class WorkerIdTaken(PdserveError):

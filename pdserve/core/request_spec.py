@@ -29,6 +29,8 @@ class RequestSpec:
     tpot_s: float = 0.0
     """The target of the request's class for the time between its tokens. Steps that generate them compute fewer prompt tokens
     to meet it. 0: there is no target."""
+    client: int = 0
+    """A number for the client's connection, by which workers let prompts of several clients take turns. 0: it is not known."""
     constraint: Constraint | None = None
     """What the text of the output must be. None: any text. Raises `InvalidRequest` for a least length beside it, which could
     forbid the end that the constraint wants."""
@@ -38,6 +40,6 @@ class RequestSpec:
             raise InvalidRequest("must be 0 beside structured_outputs", field="min_tokens")
 
 
-_NOT_DIRECT: Final = ("prompt_ids", "sampling", "tpot_s", "constraint")
+_NOT_DIRECT: Final = ("prompt_ids", "sampling", "tpot_s", "client", "constraint")
 OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in _NOT_DIRECT)
 """The fields that a client sets directly. Front ends pass them on by these names."""

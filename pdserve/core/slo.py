@@ -34,6 +34,13 @@ class SloClass:
     limits of clients. A class of higher priority may shed those below it."""
     queue_share: float = 1.0
     """The requests of the class may fill this share of the queue."""
+    urgent: bool = False
+    """The requests of the class go before others by as much as its target for TTFT is shorter. No built-in class does: clients
+    may name it."""
+    client: bool = True
+    """Clients may name the class. Otherwise only requests that name none belong to it, where it is the default class."""
+    max_deadline_s: float | None = None
+    """A request of the class may ask for a deadline of at most so many seconds. None: the router's limit alone bounds it."""
 
     def ttft_met(self, ttft_s: float) -> bool | None:
         """Tell whether a first token after so long meets the target. None: there is no target."""
@@ -70,6 +77,9 @@ class _Settings:
     tpot_s: _TargetS | None
     priority: Annotated[int, Meta(ge=-100, le=100)]
     queue_share: Annotated[float, Meta(gt=0, le=1)]
+    urgent: bool
+    client: bool
+    max_deadline_s: _TargetS | None
 
 
 _KNOWN: Final = tuple(one.name for one in dataclasses.fields(_Settings))

@@ -42,13 +42,14 @@ class VersionRange(NamedTuple):
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-LINK_VERSIONS: Final = VersionRange(0, 4)
+LINK_VERSIONS: Final = VersionRange(0, 5)
 """The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
 `Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`. `SPEC_LINK_VERSIONS` has the fields of requests that came
-later."""
+later. From version 5 on, a link has beats beside its stream, and a broken stream is taken up again."""
 SEQS_LINK_VERSION: Final = 2
 CONSTRAINT_LINK_VERSION: Final = 3
 TEXT_LINK_VERSION: Final = 4
+RESUME_LINK_VERSION: Final = 5
 SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], ...]] = (
     ("structured_outputs", CONSTRAINT_LINK_VERSION, lambda spec: spec.constraint is not None),
     ("include_stop_str_in_output", TEXT_LINK_VERSION, lambda spec: spec.sampling.include_stop_str_in_output),
@@ -104,6 +105,8 @@ class WorkerHello:
     held_tokens: int = 0
     """The most tokens whose KV a request holds once it decodes, however long it is: all layers have sliding windows. 0: it
     holds that of all its tokens."""
+    model_digest: str = ""
+    """The name of the model with every byte of its weights. Empty: the worker is of a release that does not compute it."""
 
     @property
     def kv_tokens(self) -> int:
@@ -121,8 +124,15 @@ class WorkerHello:
         return VersionRange(self.oldest_peer_version, self.peer_version)
 
     def may_pair(self, other: WorkerHello) -> bool:
-        """Tell whether the two workers speak a common version of the protocol between workers."""
-        return self.oldest_peer_version <= other.peer_version and other.oldest_peer_version <= self.peer_version
+        """Tell whether KV may go between the two workers: they speak a common version of the protocol between workers, and
+        their weights have one digest. Weights of unknown digest may be any weights, so they pair only with their like."""
+        common = self.oldest_peer_version <= other.peer_version and other.oldest_peer_version <= self.peer_version
+        return common and self.model_digest == other.model_digest
+
+    @property
+    def pairing(self) -> tuple[VersionRange, str]:
+        """The facts by which `may_pair` decides: workers with equal ones have the same partners."""
+        return self.peer_versions, self.model_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +167,8 @@ class WorkerLoad:
     output_tokens: int = 0
     prompt_busy_s: float = 0.0
     """The time of all steps that computed prompts."""
+    prompt_steps: int = 0
+    """The number of those steps. 0 with a time of them: the worker does not count them."""
     decode_busy_s: float = 0.0
     """The time of all other steps."""
     prompt_flops: float = 0.0
@@ -205,6 +217,19 @@ def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
         limits = f"from {least} to {most}" if most else "nothing, since it does not say how large its steps are"
         said = f"{max_num_batched_tokens} is out of range; worker {hello.worker_id!r} takes {limits}"
         raise InvalidRequest(said, field="max_num_batched_tokens")
+
+
+def shown_digest(digest: str) -> str:
+    """Return the beginning of a digest, by which people tell models apart. An empty one is unknown."""
+    return digest[:16] or "unknown"
+
+
+def digests_differ(peer: str, theirs: str, here: str, ours: str) -> str:
+    """Return the message that two workers have different weights under one fingerprint, and what to do."""
+    return (
+        f"{peer} has loaded weights of digest {shown_digest(theirs)} and {here} has {shown_digest(ours)}: load the same files "
+        "on both, or upgrade the one whose digest is unknown"
+    )
 
 
 def niced(worker_ids: Sequence[str], niceness: int) -> str:

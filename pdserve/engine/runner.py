@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
+from pdserve.checkpoint.fingerprint import model_digest
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
@@ -35,6 +38,7 @@ from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.loading.load import stream_weights
+from pdserve.engine.loading.source import TensorSource
 from pdserve.engine.masks import MaskThread
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
@@ -89,6 +93,8 @@ class ModelRunner:
         has this property at no cost."""
         self.weights_bytes = weights_bytes
         """Bytes of the checkpoint's tensors in the model's dtype. The copy of a tied head for its kernel is not counted."""
+        self.model_digest = ""
+        """The name of the model with every byte of its weights. Empty: the weights do not come from files."""
         self.max_model_len = max_model_len
         self.drafts_obstacle = DRAFTS_OBSTACLE if kv.spec.quantised else None
         """The reason, in words, why steps cannot take drafts; None when they can."""
@@ -127,11 +133,16 @@ class ModelRunner:
         `progress` is told the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
         """
 
+        sources: list[TensorSource] = []  # not the weights: these would keep the embedding twice
+
         def read(dtype: torch.dtype, device: torch.device) -> WeightSource:
             streamed = stream_weights(directory, card, dtype, device, load_format=config.load_format, progress=progress)
+            sources.append(streamed.source)
             return streamed if device.type == "cpu" else streamed.held()  # a trial lays a GPU's weights out twice
 
-        return cls.make(card, config, read, later=later)
+        runner = cls.make(card, config, read, later=later)
+        runner.model_digest = model_digest(card.fingerprint, card.eos_token_ids, sources[-1].digest())
+        return runner
 
     @classmethod
     def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
@@ -345,8 +356,20 @@ def _recorded(
     return DecodeGraphs(model, attention, cuda_recorder(), caches=caches, **limits).hidden
 
 
+def _why_no_cuda() -> str:
+    """Return what to look at on a machine whose GPU cannot be used, and how to do without."""
+    without = "or compute on the CPU (--gpus 0, or num_gpus 0 and device cpu)"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install one with it, {without}"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        f"CUDA_VISIBLE_DEVICES is {'not set' if shown is None else repr(shown)}; see what `nvidia-smi` says there, and whether "
+        f"its driver knows CUDA {torch.version.cuda}, {without}"
+    )
+
+
 def device_of(name: str) -> torch.device:
     """Return the device for the setting `device`: cpu, cuda or auto. Raises `ConfigError` for cuda when there is none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no CUDA device here: set device to cpu or auto")
+        raise ConfigError(f"device is cuda, but torch sees no CUDA device on {socket.gethostname()}: {_why_no_cuda()}")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

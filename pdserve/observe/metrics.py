@@ -1,5 +1,5 @@
 """The router's Prometheus metrics. Each finished request updates counters and histograms once. The state of the cluster
-is read when Prometheus scrapes it, so it costs nothing in between."""
+is read when a page is made, so it costs nothing in between."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from pdserve.observe import scaling_metrics
+from pdserve.core.worker import Role
+from pdserve.observe import pool_metrics, scaling_metrics
+from pdserve.observe.pool_metrics import PoolCounters
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.slo_metrics import SloMetrics
 from pdserve.observe.snapshot import ClusterSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
@@ -24,8 +25,9 @@ class Metrics:
     """The metrics of one router. They have a registry of their own, so that two routers in one process stay apart."""
 
     def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+        self._snapshot = snapshot
+        self._pools = PoolCounters()
         self._registry = registry = CollectorRegistry()
-        registry.register(_ClusterCollector(snapshot))
         self._requests = Counter("pdserve_requests", "Finished requests.", ["outcome"], registry=registry)
         self._rejected = Counter("pdserve_requests_rejected", "Requests refused at submit.", ["reason"], registry=registry)
         self._placements = Counter("pdserve_placements", "Placed requests.", ["placement", "reason"], registry=registry)
@@ -35,6 +37,9 @@ class Metrics:
         self._extra_binds = Counter("pdserve_extra_binds", "Binds after the first of a request.", registry=registry)
         self._retries = Counter("pdserve_retries", "Attempts after the first, by reason.", ["reason"], registry=registry)
         self._rebinds = Counter("pdserve_rebinds", "Handoffs taken over by another decode worker.", registry=registry)
+        self._migrations = Counter(
+            "pdserve_migrations", "Moves of running requests off workers that were to be empty.", registry=registry
+        )
         self._ignored = Counter(
             "pdserve_http_ignored_fields", "Fields of JSON bodies that no API documents.", ["endpoint"], registry=registry
         )
@@ -62,6 +67,7 @@ class Metrics:
         for reason in record.retry_reasons:
             self._retries.labels(reason).inc()
         self._rebinds.inc(record.rebinds)
+        self._migrations.inc(record.migrations)
         if record.placement_reason:
             self._placements.labels(record.placement, record.placement_reason).inc()
             self._extra_binds.inc(max(0, record.binds - 1))
@@ -94,48 +100,68 @@ class Metrics:
         self._policy_faults.labels(role, reason).inc()
 
     def render(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self._registry)
+        """Return all metrics of this moment in the text format of Prometheus, with every worker."""
+        return self.page(self._snapshot(), per_worker=True)
+
+    def page(self, cluster: ClusterSnapshot, per_worker: bool) -> bytes:
+        """Return all metrics and those of a snapshot in the text format of Prometheus. Without `per_worker`, the workers are
+        shown by pool alone. One thread at a time may call it, which need not be that of the loop."""
+        self._pools.add(cluster.workers)
+        state = _Families([*_cluster(cluster), *self._pools.collect(), *(_workers(cluster) if per_worker else ())])
+        return generate_latest(state) + generate_latest(self._registry)
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"pdserve_{name}_seconds", text, buckets=buckets, registry=registry)
 
 
-class _ClusterCollector(Collector):
-    """The metrics of the cluster's state. Each scrape takes one snapshot."""
+class _Families(CollectorRegistry):
+    """Metrics that were made for one page."""
 
-    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
-        self._snapshot = snapshot
-
-    def describe(self) -> list[Metric]:
-        """Return nothing. Without this method, registering would take a snapshot."""
-        return []
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        cluster = self._snapshot()
-        waiting, running = cluster.queued_requests, cluster.running_requests
-        yield GaugeMetricFamily("pdserve_num_requests_waiting", "Requests that wait for room on decode.", value=waiting)
-        yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
-        aside = len(cluster.set_aside)
-        yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
-        yield from scaling_metrics.demand(cluster.demand)
-        yield from scaling_metrics.pools(cluster.workers)
-        yield from scaling_metrics.utilisation(cluster.workers)
-        yield from _prefixes(cluster.prefixes)
-        yield _picks(cluster.picks)
-        yield _blocks(cluster.workers)
-        yield from _experts(cluster.workers)
-        for name, text, read in _WORKER_GAUGES:
-            family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
-            for worker in cluster.workers:
-                family.add_metric([worker.hello.worker_id, worker.hello.role.value], read(worker))
-            yield family
-        for name, text, count in _WORKER_COUNTERS:
-            counter = CounterMetricFamily(f"pdserve_{name}", text, labels=["worker", "role"])
-            for worker in cluster.workers:
-                counter.add_metric([worker.hello.worker_id, worker.hello.role.value], count(worker))
-            yield counter
+        return iter(self._families)
+
+
+def _cluster(cluster: ClusterSnapshot) -> Iterator[Metric]:
+    waiting, running = cluster.queued_requests, cluster.running_requests
+    yield GaugeMetricFamily("pdserve_num_requests_waiting", "Requests that wait for room on decode.", value=waiting)
+    yield GaugeMetricFamily("pdserve_num_requests_running", "Requests placed on workers.", value=running)
+    aside = cluster.num_set_aside
+    yield GaugeMetricFamily("pdserve_pairs_set_aside", "Pairs of workers between which KV did not pass.", value=aside)
+    yield from _ejections(cluster)
+    yield from scaling_metrics.demand(cluster.demand)
+    yield from scaling_metrics.pools(cluster.workers)
+    yield from pool_metrics.gauges(cluster.workers)
+    yield from _prefixes(cluster.prefixes)
+    yield _picks(cluster.picks)
+    bound = CounterMetricFamily(
+        "pdserve_limit_bound", "Connections and requests refused, or blocks forgotten, by the limit.", labels=["limit"]
+    )
+    values = GaugeMetricFamily("pdserve_limit", "The limit that holds now: streams, requests or bytes.", labels=["limit"])
+    for limit in cluster.limits:
+        bound.add_metric([limit.name], limit.bound)
+        values.add_metric([limit.name], limit.value)
+    yield from (bound, values)
+
+
+def _workers(cluster: ClusterSnapshot) -> Iterator[Metric]:
+    yield from scaling_metrics.utilisation(cluster.workers)
+    yield _blocks(cluster.workers)
+    yield from _experts(cluster.workers)
+    for name, text, read in _WORKER_GAUGES:
+        family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
+        for worker in cluster.workers:
+            family.add_metric([worker.hello.worker_id, worker.hello.role.value], read(worker))
+        yield family
+    for name, text, count in _WORKER_COUNTERS:
+        counter = CounterMetricFamily(f"pdserve_{name}", text, labels=["worker", "role"])
+        for worker in cluster.workers:
+            counter.add_metric([worker.hello.worker_id, worker.hello.role.value], count(worker))
+        yield counter
 
 
 _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...]] = (
@@ -195,6 +221,17 @@ def _picks(picks: tuple[PickSnapshot, ...]) -> CounterMetricFamily:
     for pick in picks:
         family.add_metric([pick.role.value, pick.policy, pick.reason], pick.count)
     return family
+
+
+def _ejections(cluster: ClusterSnapshot) -> Iterator[Metric]:
+    now = GaugeMetricFamily("pdserve_ejected_workers", "Workers that are ejected from their pool now.", labels=["role"])
+    for role in Role:
+        now.add_metric([role.value], sum(worker.ejected for worker in cluster.workers if worker.hello.role is role))
+    yield now
+    counts = CounterMetricFamily("pdserve_ejections", "Workers ejected from their pool.", labels=["role", "cause"])
+    for ejection in cluster.ejections:
+        counts.add_metric([ejection.role.value, ejection.cause], ejection.count)
+    yield counts
 
 
 def _blocks(workers: tuple[WorkerSnapshot, ...]) -> GaugeMetricFamily:

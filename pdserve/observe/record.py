@@ -31,6 +31,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     retry_reasons: tuple[str, ...] = ()  # the error code that made each further attempt necessary
     correlation_id: str = ""  # the client's own name of the request
     rebinds: int = 0  # how many times a decode worker was lost in the handoff and another one took over the lease
+    migrations: int = 0  # how many times it left a worker that was to be empty
     slo_class: str = ""
     ttft_met: bool | None = None  # None: the class has no such target, or the request was cancelled before it could be missed
     tpot_met: bool | None = None

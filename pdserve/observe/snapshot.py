@@ -22,6 +22,8 @@ class WorkerSnapshot:
     draining: bool = False
     """The router places nothing more on the worker."""
     not_ready_reason: str = ""
+    ejected: bool = False
+    """The worker failed much more than its pool, or was much slower, and gets nothing for a while."""
     before: WorkerLoad = START
     """The load of 10 to 20 s ago."""
 
@@ -39,6 +41,10 @@ class WorkerSnapshot:
     def ready(self) -> bool:
         """The worker takes requests, so there is no reason why it would not."""
         return not self.not_ready_reason
+
+
+MAX_PAIRS: Final = 100
+"""A snapshot names so many pairs: more than a person reads, and some of each of a few causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,24 @@ class PickSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class EjectionSnapshot:
+    """The number of ejections from a pool for one cause since the router's start."""
+
+    role: Role
+    cause: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSnapshot:
+    """A limit that holds now, and how often it has bound since the router's start: what it refused, or forgot."""
+
+    name: str
+    value: int
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """The state of the router, its workers, and the pairs of workers that are set aside."""
 
@@ -106,9 +130,19 @@ class ClusterSnapshot:
     running_requests: int
     workers: tuple[WorkerSnapshot, ...]
     set_aside: tuple[PairSnapshot, ...] = ()
+    """The first of the pairs that are set aside, at most `MAX_PAIRS`: a broken network between two pools of 200 sets 40,000
+    aside."""
+    num_set_aside: int = 0
+    """All of them."""
+    set_aside_counts: tuple[tuple[Role, str, int], ...] = ()
+    """The number of pairs of each worker that are set aside, most first: role, worker id, pairs."""
     classes: tuple[ClassSnapshot, ...] = ()
     classes_window_s: float = 0.0
     exact: bool = True  # all workers store weights and KV in the same formats
     prefixes: PrefixSnapshot = PrefixSnapshot()
     picks: tuple[PickSnapshot, ...] = ()
+    ejections: tuple[EjectionSnapshot, ...] = ()
+    limits: tuple[LimitSnapshot, ...] = ()
     demand: DemandCounts = field(default_factory=DemandCounts)
+    poisoned: tuple[tuple[str, int], ...] = ()
+    """The last processes that ended under a request which had ended another one before: worker id, pid."""

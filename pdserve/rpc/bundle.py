@@ -3,6 +3,9 @@
 grpc.aio takes 30 to 70 us of CPU for each message that it moves, whatever the message holds. All messages that wait when the
 writer is free therefore go as one message, a bundle, if the peer has said that it takes bundles. The writer never waits for a
 bundle to fill. A bundle has one number, because it is lost or repeated as a whole.
+
+Where both ends can take a broken stream up again, written messages are kept until the peer has said that it has them, and each
+message says what has come from the peer.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import ReplicaLost
-from pdserve.rpc.numbering import Outgoing
+from pdserve.rpc.kept import Kept
+from pdserve.rpc.numbering import Incoming, Outgoing
 from pdserve.rpc.v1 import link_pb2
 
 MAX_BUNDLE_MESSAGES: Final = 256
@@ -28,10 +32,13 @@ Message = TypeVar("Message", link_pb2.WorkerMessage, link_pb2.RouterMessage)
 
 
 class Outbound(Generic[Message]):
-    """The messages that wait, in order, for one stream. All calls come from the loop of the stream."""
+    """The messages that wait, in order, for one link. All calls come from the loop of the link."""
 
-    def __init__(self, limit: int) -> None:
-        """Make an empty queue, which holds up to `limit` messages."""
+    def __init__(self, limit: int, incoming: Incoming | None = None) -> None:
+        """Make an empty queue, which holds up to `limit` messages. `incoming` has the numbers of the peer's messages."""
+        self._incoming = incoming or Incoming()
+        self._kept: Kept[Message] | None = None
+        self._again: deque[Message] = deque()  # what the peer lacks of what was written
         self.bundles = False
         """True once the peer has said that it takes bundles."""
         self._limit = limit
@@ -46,14 +53,42 @@ class Outbound(Generic[Message]):
         self._waiting.append(message)
         self._some.set()
 
+    def keep(self) -> None:
+        """Keep what is written from now on, so that a broken stream can be taken up again."""
+        self._kept = Kept(self._numbers.last)
+
+    def confirm(self, number: int) -> None:
+        """Note that the peer has all messages up to this number."""
+        if self._kept is not None:
+            self._kept.confirm(number)
+
+    def again(self, number: int) -> None:
+        """Write, before anything else, all that a peer lacks which has the messages up to this number. Raises `ReplicaLost`
+        when that is not kept."""
+        if self._kept is None:
+            raise ReplicaLost("nothing of this link was kept")
+        self._again = deque(self._kept.after(number))
+        self._some.set()
+
     async def next(self) -> Message:
         """Wait until there is a message. Return the numbered message to write: this one, or a bundle of several."""
-        while not self._waiting:
+        while not self._waiting and not self._again:
             self._some.clear()
             await self._some.wait()
+        return self._next()
+
+    def _next(self) -> Message:
+        message = self._again.popleft() if self._again else self._numbered()
+        if self._kept is not None:
+            message.received = self._incoming.last
+        return message
+
+    def _numbered(self) -> Message:
         taken = [self._waiting.popleft() for _ in range(self._count())]
         message = taken[0] if len(taken) == 1 else type(taken[0])(bundle=[one.SerializeToString() for one in taken])
         message.number = self._numbers.next()
+        if self._kept is not None:
+            self._kept.add(message)
         return message
 
     def _count(self) -> int:

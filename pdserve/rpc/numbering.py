@@ -1,4 +1,4 @@
-"""The numbers of a link's messages, which reveal lost and repeated messages. Pure; each stream has one pair of counters."""
+"""The numbers of a link's messages, which reveal lost and repeated messages. Pure; each link has one pair of counters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ class Incoming:
 
     def __init__(self) -> None:
         self._last = 0
+
+    @property
+    def last(self) -> int:
+        """The number of the last message that came. All before it came as well."""
+        return self._last
 
     def is_new(self, number: int) -> bool:
         """Tell whether the message is new. False: it is a repeat, which the caller ignores.
@@ -31,6 +36,11 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._last = 0
+
+    @property
+    def last(self) -> int:
+        """The number that was given last."""
+        return self._last
 
     def next(self) -> int:
         """Return the number of the next message; the first is 1."""

@@ -19,6 +19,7 @@ _KEEPALIVE: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 STOP_GRACE_S: Final = 0.5
+BACKLOG: Final = 128  # connections that wait to be accepted
 
 
 CALLS_PER_CONNECTION: Final = 4
@@ -69,11 +70,31 @@ def bind_port(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
     try:
         return int(server.add_insecure_port(address))
     except RuntimeError as exc:
-        if why := _refused_host(host):
-            raise ConfigError(f"--host: cannot listen on {host!r}: {why}") from exc
-        raise ConfigError(
-            f"{flag}: port {port} of {host} is in use or not allowed; choose another, or 0 for any free one"
-        ) from exc
+        raise _not_bound(host, port, flag) from exc
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """Return a listening socket. `port` 0 takes any free one. Raises `ConfigError` that names the flag."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as exc:
+        raise ConfigError(f"--host: cannot listen on {host!r}: {exc.strerror or exc}") from exc
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise _not_bound(host, port, flag) from exc
+    return sock
+
+
+def _not_bound(host: str, port: int, flag: str) -> ConfigError:
+    if why := _refused_host(host):
+        return ConfigError(f"--host: cannot listen on {host!r}: {why}")
+    return ConfigError(f"{flag}: port {port} of {host} is in use or not allowed; choose another, or 0 for any free one")
 
 
 def _refused_host(host: str) -> str | None:

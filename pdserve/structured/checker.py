@@ -85,6 +85,7 @@ class GrammarChecker:
         try:
             await self._turns.acquire()
             self._checking = asyncio.create_task(self._taken_turn(constraint))
+            self._checking.add_done_callback(_seen)
             return await asyncio.shield(self._checking)
         finally:
             self._waiting -= 1
@@ -170,3 +171,9 @@ class GrammarChecker:
         child, self._child = self._child, None
         if child is not None:
             await child.close()
+
+
+def _seen(check: asyncio.Task[Verdict]) -> None:
+    """Look at how a check has ended. Its client may have left, and then nobody else does."""
+    if not check.cancelled():
+        check.exception()

@@ -234,6 +234,7 @@ class EngineSteps:
             computed_prompt_tokens=counts.computed_prompt_tokens,
             output_tokens=counts.output_tokens,
             prompt_busy_s=counts.prompt_busy_s,
+            prompt_steps=counts.prompt_steps,
             decode_busy_s=counts.decode_busy_s,
             prompt_flops=counts.prompt_flops,
             decode_read_bytes=counts.decode_read_bytes,

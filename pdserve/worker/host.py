@@ -110,6 +110,8 @@ class Host:
     """The version of the link's protocol that this worker and its router speak. 0: that of a router without versions."""
     counted: CountedCommands = field(default_factory=CountedCommands)
     stories: WorkStories = field(default_factory=WorkStories)
+    model_digest: str = ""
+    """The name of the model with every byte of its weights. Empty: they do not come from files."""
     seq_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The ids of new sequences. An engine that has served another role goes on with its own ids."""
 

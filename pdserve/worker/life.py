@@ -67,6 +67,7 @@ class Life:
     def __init__(self, lasting: Lasting, role: common_pb2.Role, flips: int) -> None:
         self.incarnation = Incarnation(secrets.randbits(64))
         self.address = ""
+        self.role = codec.role_from_wire(role).value
         self._lasting = lasting
         self._role = role
         config, engine = lasting.config, lasting.engine
@@ -97,6 +98,7 @@ class Life:
         host = Host(
             config=lasting.config,
             card=lasting.card,
+            model_digest=lasting.runner.model_digest,
             kv_spec=lasting.runner.kv.spec,
             regions=self._regions,
             tokenizer=lasting.tokenizer,

@@ -19,11 +19,12 @@ from pdserve.core.ids import WorkerId
 from pdserve.core.roofline.step_counts import since
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, WorkerHello, check_budget
 from pdserve.rpc import codec
+from pdserve.rpc.beats import Beats
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_view import LOOK_S, EngineView
 from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, Role, RoleFactory
-from pdserve.worker.link import Link
+from pdserve.worker.link import Link, MakeBeats
 from pdserve.worker.messages import SetBudget, StepEvents
 from pdserve.worker.prefix_log import PrefixCursor
 
@@ -46,6 +47,7 @@ class Member:
         niceness: int = 0,
         flips: int = 0,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        make_beats: MakeBeats | None = Beats,
     ) -> None:
         """`engine` is the view that the member before had, if the process served another role. `flips` counts these members."""
         self.role: Role | None = None
@@ -74,6 +76,7 @@ class Member:
             after_beat=self._tell_prefixes,
             on_welcome=self._on_welcome,
             open_channel=open_channel,
+            make_beats=make_beats,
         )
 
     def start(self, host: Host, make_role: RoleFactory) -> None:
@@ -268,6 +271,7 @@ class Member:
             incarnation=host.incarnation,
             address=host.address,
             model_fingerprint=host.card.fingerprint,
+            model_digest=host.model_digest,
             block_size=spec.block_size,
             num_blocks=spec.pool_tokens(sizes) // spec.block_size,
             max_model_len=host.max_model_len,

@@ -1,7 +1,8 @@
 """The log of a worker's prefix keys: what its pool published and lost, and how far each link has been told. Pure.
 
 Changes, digest and number of a delta come from one snapshot of the engine. The log is bounded: a link that has fallen off, that
-is new, or whose router asks for it, gets all keys, at most once in `FULL_S`. All keys of a large pool come in several deltas.
+is new, or whose router asks for it, gets all keys, at most once in `FULL_S`. All keys of a large pool come in several deltas,
+and only when the router asks: a delta without keys, whose digest is that of all keys, lets it ask in its own time.
 """
 
 from __future__ import annotations
@@ -12,15 +13,12 @@ from itertools import islice
 from operator import xor
 from typing import Final
 
-from pdserve.core.prefix_keys import MAX_DELTA_KEYS, KeyChanges, PrefixDelta
+from pdserve.core.prefix_keys import MAX_DELTA_KEYS, MAX_TOLD, TOLD_AT_ONCE, KeyChanges, PrefixDelta
 
 MAX_LOGGED: Final = MAX_DELTA_KEYS
 """The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""
 FULL_S: Final = 2.0
 """A link gets all keys at most once in this time: 100,000 keys take the router 15 ms."""
-MAX_TOLD: Final = 8192
-"""A delta that begins anew has at most so many keys, and the rest follows: the router takes 3 ms for each delta, and hears
-others in between."""
 
 
 class PrefixLog:
@@ -53,6 +51,15 @@ class PrefixLog:
         """The number of changes since the start."""
         return self._first + len(self._log)
 
+    def __len__(self) -> int:
+        """The number of keys that the pool holds."""
+        return len(self._held)
+
+    @property
+    def digest(self) -> int:
+        """The digest that the engine gave for all keys."""
+        return self._digest
+
     def all_keys(self) -> tuple[tuple[int, ...], int]:
         """Return all keys, and the digest that the engine gave for them."""
         return tuple(self._held), self._digest
@@ -79,6 +86,10 @@ class PrefixCursor:
         self._log = log
         self._position: int | None = None
         """The changes that the link has been told. None: it must get all keys."""
+        self._asked = False
+        """The router has asked for all keys, and they have not begun to go out since."""
+        self._offered = False
+        """The router knows that it is to ask."""
         self._number = 0
         self._full_s: float | None = None
         """The time at which the link began to get all keys. None: it never did."""
@@ -91,6 +102,7 @@ class PrefixCursor:
     def ask_full(self) -> None:
         """Let the next delta have all keys, because the router asks for them."""
         self._position = None
+        self._asked = True
 
     def next(self, *, now_s: float) -> PrefixDelta | None:
         """Return the delta that the link gets now. None: it gets none, because nothing has changed, or all keys must wait."""
@@ -111,17 +123,31 @@ class PrefixCursor:
 
     def _full(self, now_s: float) -> PrefixDelta | None:
         self._position = None
+        if not self._asked and len(self._log) > TOLD_AT_ONCE:
+            return self._offer()
         if self._full_s is not None and now_s - self._full_s < FULL_S:
             return None
         self._full_s = now_s
+        self._asked = self._offered = False
         self._position = self._log.end
         self._rest, self._whole_digest = self._log.all_keys()
         self._digest = 0
         return self._part(full=True)
 
+    def _offer(self) -> PrefixDelta | None:
+        """Return a delta that lets the router ask for all keys, because it does not agree with itself. The first one also says
+        that this worker shares blocks. None: the router knows."""
+        if self._offered:
+            return None
+        self._offered = True
+        self._number += 1
+        return PrefixDelta(self._number, (), (), self._log.digest, full=self._number == 1)
+
     def _part(self, *, full: bool = False) -> PrefixDelta:
-        """Return the next of the deltas that together have all keys."""
-        told, self._rest = self._rest[:MAX_TOLD], self._rest[MAX_TOLD:]
+        """Return the next of the deltas that together have all keys. The last one has fewer than `MAX_TOLD`, by which the
+        router knows it."""
+        count = MAX_TOLD - (len(self._rest) == MAX_TOLD)
+        told, self._rest = self._rest[:count], self._rest[count:]
         # The last digest is the engine's, so a log that differs from the pool does not agree with itself.
         self._digest = reduce(xor, told, self._digest) if self._rest else self._whole_digest
         self._number += 1

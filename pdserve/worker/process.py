@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -50,6 +51,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
             status = 2
         sys.stdout.flush()
         sys.stderr.flush()
+        logging.shutdown()
         # If rdma-core is installed, a process that created a UCX backend crashes in its exit handlers. All clean-up that
         # is needed has been done here.
         os._exit(status)

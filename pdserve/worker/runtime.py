@@ -37,6 +37,7 @@ from pdserve.engine.peaks import Peaks, peaks_of
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.warm_up import check_before_loading, settle
+from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2
 from pdserve.structured.compilations import GrammarSource
 from pdserve.text.tokenizer import Tokenizer
@@ -55,7 +56,6 @@ SWITCH_INTERVAL_S: Final = 0.0005
 """The interval at which Python's threads switch. Three threads share the GIL: 300 small torch operations beside a busy Python
 thread take 0.3 to 8 ms with this interval, and a median of up to 438 ms with Python's default of 5 ms (measured)."""
 GC_OBJECTS: Final = 20_000
-LOAD_TIMEOUT_S: Final = 600.0
 START_TIMEOUT_S: Final = 60.0
 FAILED_LOAD_STOP_S: Final = 1.0  # the thread has ended, unless the load took too long
 LAG_PERIOD_S: Final = 0.5
@@ -79,8 +79,9 @@ class RunningWorker:
         self._member: Member | None = None
         self._started: Future[None] = Future()
         self.incarnation = Incarnation(0)
-        """The incarnation of the present life; 0 before the first one. The address is that of the same life."""
+        """The incarnation of the present life; 0 before the first one. The address and the role are those of the same life."""
         self.address = ""
+        self.role = codec.role_from_wire(role).value
         self.memory = MemoryReport()
         self.computes = ""
         """A description, in words, of how steps are computed. It is empty until the worker has started."""
@@ -106,7 +107,7 @@ class RunningWorker:
         self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
         self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of, self._counts_of)
         try:
-            self._engine.start(LOAD_TIMEOUT_S)
+            self._engine.start(self._config.start_timeout_s)
         except BaseException:
             self._stop_engine(FAILED_LOAD_STOP_S)
             raise
@@ -217,7 +218,7 @@ class RunningWorker:
             max_num_batched_tokens=engine.batched_tokens(runner.kv.device.type),
             max_model_len=runner.max_model_len,
             eos_token_ids=self._card.eos_token_ids,
-            prefix_salt=self._card.fingerprint.encode() if engine.enable_prefix_caching else None,
+            prefix_salt=runner.model_digest.encode() if engine.enable_prefix_caching else None,
             drafts_obstacle=runner.drafts_obstacle,
         )
         self._runner = runner
@@ -295,6 +296,7 @@ class RunningWorker:
         try:
             await life.open()
             self.address, self.incarnation, self._member = life.address, life.incarnation, life.member
+            self.role = life.role
             if self._ends:
                 life.member.drain()
             if not self._started.done():

@@ -68,6 +68,7 @@ class Report(msgspec.Struct, frozen=True):
     first_decode_s: float = 0.0
     retry_reasons: tuple[str, ...] = ()  # the error codes that made each attempt after the first necessary
     rebinds: int = 0
+    migrations: int = 0  # how often it left a decode worker that was to be empty
     request_id: str = ""
     correlation_id: str = ""
     exact: bool = True

@@ -148,3 +148,5 @@ class GenerateInput:
     leader: str = ""
     """The router's own id of a running request with the same prompt, whose KV this one shares: it is placed once that KV is
     there. Empty: none."""
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, as `ClientNames` makes them. Empty: the client is not known."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.core.worker import Role
-from pdserve.observe.snapshot import ClusterSnapshot
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
+from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
 from router.api.identity import CancelTokens
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
@@ -43,6 +44,7 @@ class RouterApi(Protocol):
     default_deadline_s: float
     """The deadline of a request that names none."""
     cancel_tokens: CancelTokens
+    clients: ClientNames
 
     async def submit(self, request: GenerateInput) -> Generation:
         """Check, tokenise and queue a request. Raises `InvalidRequest`, `UnknownModel`, `Overloaded`, `DeadlineExceeded` or
@@ -72,6 +74,13 @@ class RouterApi(Protocol):
         """A prompt may have at most this many tokens, which leaves room for one token of output."""
 
     @property
+    def streams(self) -> int:
+        """The streams that the linked workers can run, and those that may wait: so many connections make sense."""
+
+    def connection_refused(self) -> None:
+        """Count a connection that was refused because all places served requests."""
+
+    @property
     def ready(self) -> bool:
         """A request that arrives now would be served."""
 
@@ -88,8 +97,8 @@ class RouterApi(Protocol):
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Count fields of a body that no API documents, and that were left out. `endpoint` is one of a few fixed names."""
 
-    def metrics(self) -> bytes:
-        """Return the metrics as Prometheus text."""
+    async def metrics_page(self, *, per_worker: bool) -> bytes:
+        """Return the metrics as Prometheus text, by pool and, on request, by worker. A page is up to a second old."""
 
 
 class AdminApi(Protocol):
@@ -101,9 +110,13 @@ class AdminApi(Protocol):
     def snapshot(self) -> ClusterSnapshot:
         """Return the state of the cluster at this moment."""
 
-    def drain(self, worker_id: str) -> None:
-        """Take a worker out of service: it gets nothing new, finishes its work and leaves. Repeatable. Raises
-        `UnknownWorker`."""
+    def worker(self, worker_id: str) -> WorkerSnapshot | None:
+        """Return the state of one worker. None: no worker of this name is linked."""
+
+    def drain(self, worker_id: str, *, force: bool = False) -> None:
+        """Take a worker out of service: it gets nothing new, its work moves or ends, and it leaves. Repeatable.
+
+        Raises `UnknownWorker`, and without `force` `CannotDrain` for the last worker of a role that serves."""
 
     def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
         """Let a worker finish its work and come back in the other role. `incarnation` 0: the worker may have any.

@@ -12,10 +12,8 @@ could serve it when it was admitted.
 
 from __future__ import annotations
 
-import heapq
-
 from pdserve.core.errors import Unavailable
-from pdserve.core.ids import WorkerId
+from pdserve.core.ids import RequestId, WorkerId
 from pdserve.core.sampling import Placement
 from router.core.events import Effects, EffectsThen, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
@@ -25,7 +23,8 @@ from router.core.policy.decider import Reason
 from router.core.policy.shortlist import Why
 from router.core.pools.pools import Pools
 from router.core.probe_book import ProbeBook
-from router.core.registry import Turn, Worker
+from router.core.queue.turn import Turn
+from router.core.registry import Worker
 from router.core.requests import Requests
 from router.core.story import StoryKind
 from router.core.waiting import Kind
@@ -44,6 +43,8 @@ class Dispatcher:
         self._probe_book = probe_book
         self._recovery_wait_s = recovery_wait_s
         self._pools = pools
+        self._claims: dict[RequestId, LiveRequest] = {}
+        """The requests that claimed a worker. Some may have let go since."""
         self._seen = self._news()
         self._seen_shifts = -1
         self._seen_tiers = 0
@@ -68,6 +69,7 @@ class Dispatcher:
             except Unavailable:  # it passed the check, so a worker may come
                 place = None
             if place is not None:
+                self._charge(request, now_s)
                 yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
                 return
         self._requests.wait(request)
@@ -83,7 +85,9 @@ class Dispatcher:
         kinds = waiting.kinds() if opened else list(waiting.fresh)
         self._seen_tiers, self._seen_shifts = self._pools.tier_changes, self._pools.shifts
         waiting.fresh.clear()
-        yield from self._walk(kinds, now_s)
+        yield from self._walk(waiting.kinds() if self._renew_claims() else kinds, now_s)
+        while self._renew_claims():  # a walk that places nobody changes no turn, so this ends
+            yield from self._walk(waiting.kinds(), now_s)
         # Requests that the walk itself ended or placed held no room that others wait for.
         self._seen = self._news()
         waiting.fresh.clear()
@@ -99,18 +103,32 @@ class Dispatcher:
     def _walk(self, kinds: list[Kind], now_s: float) -> Effects:
         """Place requests in the order of their turns. A kind is left at its first request without room."""
         waiting = self._requests.waiting
-        heads = [(first[0], kind) for kind in kinds if (first := waiting.first(kind)) is not None]
-        heapq.heapify(heads)
-        while heads:
-            turn, kind = heads[0]
-            first = waiting.first(kind)
-            if first is not None and first[0] == turn:
-                yield from self._requests.alone(first[1], self._place(first[1], turn, now_s), now_s)
-                first = waiting.first(kind)
-            if first is None or first[0] == turn:
-                heapq.heappop(heads)
-            else:
-                heapq.heapreplace(heads, (first[0], kind))
+        walk = waiting.walk(kinds)
+        while (first := walk.next()) is not None:
+            yield from self._requests.alone(first.request, self._place(first.request, first.turn, now_s), now_s)
+            if waiting.kind(first.request) == first.kind:
+                walk.left(first.kind)
+
+    def _renew_claims(self) -> bool:
+        """Let claims stand at the present turns of their requests, which become later while their clients are served
+        elsewhere. True: one did, so a request that came behind it may come before it now."""
+        waiting, registry = self._requests.waiting, self._requests.registry
+        self._claims = {request.request_id: request for request in self._claims.values() if request.keeps is not None}
+        later = False
+        for request in self._claims.values():
+            worker = None if request.keeps is None else registry.get(request.keeps)
+            if worker is None or worker.kept_for is None or waiting.kind(request) is None:
+                continue
+            turn = waiting.turn_of(request)
+            if worker.kept_for != turn:
+                later = later or worker.kept_for < turn
+                worker.kept_for = turn
+                worker.touch()
+        return later
+
+    def _charge(self, request: LiveRequest, now_s: float) -> None:
+        """Charge the client of a request for the tokens that its placement will probably compute."""
+        self._requests.waiting.serve(request, self._placer.need_tokens(request) - self._placer.cached_tokens, now_s)
 
     def _place(self, request: LiveRequest, turn: Turn, now_s: float) -> Effects:
         """Bind a waiting request if a worker has room. If none has, claim one."""
@@ -123,8 +141,17 @@ class Dispatcher:
         if place is None:
             self._claim(request, turn, now_s)
             return
+        self._charge(request, now_s)
         self._requests.stop_waiting(request)
         yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
+
+    def place_first(self, request: LiveRequest, now_s: float) -> Effects:
+        """Bind a waiting request before all others if a worker has room, also one that is claimed."""
+        place = self._placer.place(request, now_s=now_s)
+        if place is not None:
+            self._charge(request, now_s)
+            self._requests.stop_waiting(request)
+            yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
 
     def _claim(self, request: LiveRequest, turn: Turn, now_s: float) -> None:
         """Let a request without room claim a worker, unless it has one already that could serve it."""
@@ -134,9 +161,14 @@ class Dispatcher:
         if kept is not None and self._placer.may_keep(request, kept, now_s=now_s):
             return
         self._requests.let_go(request)
+        kind = self._requests.waiting.kind(request)
+        for other in self._claims.values():
+            if self._requests.waiting.kind(other) == kind:
+                self._requests.let_go(other)  # it is not the first of its kind any more
         worker = self._placer.to_keep(request, now_s=now_s)
         if worker is not None:
             self._requests.keep(request, turn, worker)
+            self._claims[request.request_id] = request
 
     def _find_nobody(self, request: LiveRequest, error: Unavailable, now_s: float) -> Effects:
         """Park a request that no worker could serve. Once it has waited `recovery_wait_s`, it fails with `error`."""

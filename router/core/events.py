@@ -49,6 +49,8 @@ class Submit:
     """The keys of the prompt's full blocks, in order. Empty: nothing is known of them."""
     leader: RequestId = field(default=RequestId(""))
     """The request with the same prompt whose KV this one shares. Empty: there is none."""
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, between which turns are fair. Empty: the client is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,12 @@ class ClientGone:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. The core looks for passed deadlines and silent workers."""
+
+    alive: tuple[LinkId, ...] = ()
+    """The links whose workers have shown since the last tick that they live: by beats beside the stream, or by events that the
+    core has not got yet."""
+    late_s: float = 0.0
+    """The time by which this router was itself late with the tick, which counts against no worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +121,11 @@ class BudgetAsked:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """An operator takes this worker out of service. The worker gets nothing new and finishes the work that it has."""
+    """This worker is taken out of service. It gets nothing new; its requests move or end. `spare_last` refuses to take the
+    last worker of a role that serves."""
 
     worker_id: WorkerId
+    spare_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

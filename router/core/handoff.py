@@ -16,7 +16,7 @@ from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.pairs import Pairs
-from router.core.recovery import Recovery
+from router.core.recovery import Cost, Recovery
 from router.core.requests import Requests
 from router.core.story import StoryKind
 from router.core.tokens import Tokens
@@ -68,7 +68,9 @@ class Handoff:
         if (yield from self._dispatcher.prefill(request, now_s)):
             request.machine.move(event)
         elif request.probe is not None:
-            yield from self._recovery.retry(request, ReplicaLost("its prefill worker has left or is leaving"), now_s)
+            yield from self._recovery.retry(
+                request, ReplicaLost("its prefill worker has left or is leaving"), now_s, Cost.NOTHING
+            )
         else:
             request.story.note(now_s, StoryKind.REQUEUED, why=_E.PREFILL_POOL_EMPTY)
             yield from self._dispatcher.requeue(request, _E.PREFILL_POOL_EMPTY)
@@ -89,7 +91,7 @@ class Handoff:
         if request.machine.state is _S.BINDING and request.probe is None:
             yield from self._dispatcher.requeue(request, _E.NO_ROOM)
         else:  # a rebind without room gives the lease back; `Probes` repeats a probe
-            yield from self._recovery.retry(request, loss or ReplicaLost(request.no_room), now_s)
+            yield from self._recovery.retry(request, loss or ReplicaLost(request.no_room), now_s, Cost.NOTHING)
 
     def place_elsewhere(self, work: RemoteWork, now_s: float) -> Effects:
         """Place work elsewhere that a draining worker has refused. This is no failure: no attempt, retry or pair is charged.
@@ -107,7 +109,7 @@ class Handoff:
         if work.role is Role.PREFILL:
             yield from self._prefill(request, _E.DRAINING, now_s)
         elif request.probe is not None:
-            yield from self._recovery.retry(request, ReplicaLost(f"{worker.name} drains"), now_s)
+            yield from self._recovery.retry(request, ReplicaLost(f"{worker.name} drains"), now_s, Cost.NOTHING)
         elif request.machine.state is _S.BINDING:
             yield from self._dispatcher.requeue(request, _E.DRAINING)
         else:

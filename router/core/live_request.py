@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from pdserve.core.errors import PdserveError
-from pdserve.core.ids import Handle, RequestId, WorkerId
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
@@ -63,6 +64,36 @@ class Probe:
     prefill: LinkId | None
 
 
+@dataclass(slots=True)
+class Charge:
+    """A failed attempt of a request, and the workers that may be the reason."""
+
+    workers: tuple[WorkerId, ...]
+    code: ErrorCode
+    bind: int
+    """The bind with which the attempt failed. A later one is on another worker, or the same one a second time."""
+    tokens: int
+    """The tokens that the attempt had given when it failed."""
+    weight: float
+    """1, or less where many requests failed by one event."""
+    judged: bool = False
+    """A later attempt went further, so the request was not at fault."""
+    counted: tuple[WorkerId, ...] = ()
+    """The workers against which the charge counts, once it is judged."""
+
+
+class Death(NamedTuple):
+    """The death of a worker on which a request was running."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    pid: int
+
+
+DEATHS_TO_SUSPECT: Final = 2
+"""One death is an accident of its worker. A second one on another worker is hardly a chance for most requests."""
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request or probe that has not ended yet."""
@@ -84,6 +115,10 @@ class LiveRequest:
     prefix_keys: tuple[int, ...] = ()
     leader: RequestId = field(default=RequestId(""))
     """The request with the same prompt whose KV this one shares, also after it has ended. Empty: there is none."""
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call. Empty: the client is not known."""
+    charged_tokens: int | None = None
+    """The tokens that the client has been charged for this request. None: it has not been charged yet."""
     beside: LinkId | None = None
     """The decode worker that has the leader's KV, until this request is placed for the first time. None: there is none."""
     placement: Placement = Placement.AUTO
@@ -98,7 +133,27 @@ class LiveRequest:
     """The last decode worker that had no room, and what it lacked. Empty: none refused, or one has reserved since."""
     retry_reasons: tuple[str, ...] = ()
     """The error codes that made each attempt after the first necessary."""
+    charged: int = 0
+    """The attempts that were made necessary by something else than a worker that this router has lost."""
     rebinds: int = 0
+    avoid: tuple[WorkerId, ...] = ()
+    """The workers with which an attempt has failed. The request gets them again only if no other one can serve it."""
+    charges: list[Charge] = field(default_factory=list)
+    """The attempts that have failed by a fault of the request or of a worker."""
+    deaths: tuple[Death, ...] = ()
+    """The workers that died while the request was running there, since it was last cleared."""
+    convicted: bool = False
+    """The last of these workers computed nothing else that was suspected."""
+    cleared: bool = False
+    """No worker has died under the request since it ran alone and came further than before."""
+    alone_on: LinkId | None = None
+    """The decode worker that is kept for this request alone, which is suspected of ending its workers. None: there is none."""
+    kept_alone_s: float = 0.0
+    """The time since which that worker is kept."""
+    trial_from: int | None = None
+    """The number of tokens that the client had when the request began to run alone. None: it does not."""
+    migrations: int = 0
+    """How often the request left a worker that was to be empty. No attempt is charged for it."""
     predicted_ttft_s: float = 0.0
     """The time from arrival to the first token, as it was foreseen when the request was queued. 0: the class has no target for
     it, or nobody knew."""
@@ -138,6 +193,7 @@ class LiveRequest:
             session_id=submit.session_id,
             prefix_keys=submit.prefix_keys,
             leader=submit.leader,
+            client=submit.client,
         )
 
     def start_over(self) -> None:
@@ -156,9 +212,19 @@ class LiveRequest:
             self.cached_tokens = None if tokens is None else min(tokens, len(self.spec.prompt_ids))
 
     @property
+    def suspect(self) -> bool:
+        """The request must run alone, because several workers died under it."""
+        return len(self.deaths) >= DEATHS_TO_SUSPECT
+
+    @property
     def replay(self) -> bool:
-        """The request is in its second attempt or a later one."""
-        return self.machine.attempt > 1
+        """The request has been placed anew after a loss, or has been migrated."""
+        return self.tries > 1
+
+    @property
+    def tries(self) -> int:
+        """Return how often the request began with its prompt, this time included."""
+        return self.machine.attempt + self.migrations
 
     @property
     def new_prompt_tokens(self) -> int:
@@ -222,6 +288,7 @@ class LiveRequest:
             first_decode_s=_span(arrived_s, last.first_decode_s),
             retry_reasons=self.retry_reasons,
             rebinds=self.rebinds,
+            migrations=self.migrations,
             request_id=self.request_id,
             correlation_id=self.correlation_id,
             exact=self.exact,

@@ -37,6 +37,11 @@ class Pairs:
         self._aside_max_s = aside_max_s
         self._pairs: dict[_Pair, AsidePair] = {}
         self._doubted: dict[_Pair, tuple[WorkerHello, WorkerHello]] = {}
+        self._partners: dict[Incarnation, dict[Incarnation, None]] = {}
+        """The workers with which a worker has failed since KV last passed through it, at either end."""
+        self._since: dict[Incarnation, int] = {}
+        """The number of handoffs that had succeeded when these failures began."""
+        self._passed = 0
 
     def __len__(self) -> int:
         """Return the number of pairs that have failed, set aside or on trial again. 0: all pairs are usable."""
@@ -52,6 +57,33 @@ class Pairs:
             pair.failures += 1
             pair.until_s = now_s + min(self._aside_max_s, self._aside_s * 2.0 ** min(pair.failures - 1, 32))
 
+    def partners(self, worker: WorkerHello) -> int:
+        """Return with how many workers one has failed in a row."""
+        return len(self._partners.get(worker.incarnation, ()))
+
+    def at_fault(self, worker: WorkerHello) -> bool:
+        """Tell whether a worker is probably what its failed pairs have in common: there are two of them, and KV has passed
+        between other workers meanwhile. While it passes nowhere, no single worker is the reason."""
+        return self.partners(worker) >= 2 and self._passed > self._since[worker.incarnation]
+
+    def in_a_row(self, prefill: WorkerHello, decode: WorkerHello) -> None:
+        """Record a failure of two workers of which both had been ready."""
+        for one, other in ((prefill, decode), (decode, prefill)):
+            self._since.setdefault(one.incarnation, self._passed)
+            self._partners.setdefault(one.incarnation, {})[other.incarnation] = None
+
+    def blamed(self, worker: WorkerHello) -> None:
+        """Record that a worker was at fault in its failures, so that its partners were not."""
+        for partner in self._forget_row(worker.incarnation):
+            others = self._partners.get(partner, {})
+            others.pop(worker.incarnation, None)
+            if not others:
+                self._forget_row(partner)
+
+    def _forget_row(self, worker: Incarnation) -> dict[Incarnation, None]:
+        self._since.pop(worker, None)
+        return self._partners.pop(worker, {})
+
     def never(self, prefill: WorkerHello, decode: WorkerHello, reason: str) -> None:
         """Set a pair aside for ever. The layouts or versions of the two workers differ, and waiting does not change that."""
         self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, math.inf, 1)
@@ -60,6 +92,10 @@ class Pairs:
         """Clear a pair between which KV has passed."""
         self._pairs.pop(_key(prefill, decode), None)
         self._doubted.pop(_key(prefill, decode), None)
+        self._passed += 1
+        if self._partners:
+            self._forget_row(prefill.incarnation)
+            self._forget_row(decode.incarnation)
 
     def doubt(self, prefill: WorkerHello, decode: WorkerHello) -> None:
         """Record that a request ended while its KV was late. That is no evidence against the pair, but a reason to probe it."""
@@ -75,7 +111,7 @@ class Pairs:
 
     def usable(self, prefill: WorkerHello, decode: WorkerHello, *, now_s: float) -> bool:
         """Tell whether KV may go from one to the other at `now_s`. An infinite `now_s` asks whether it ever may. Workers
-        without a common version of their protocol are never paired."""
+        without a common version of their protocol, or with different weights, are never paired."""
         if not prefill.may_pair(decode):
             return False
         pair = self._pairs.get(_key(prefill, decode)) if self._pairs else None
@@ -84,6 +120,8 @@ class Pairs:
     def forget(self, linked: Container[Incarnation], *, now_s: float) -> None:
         """Drop pairs of which a worker is no longer in `linked`, once their failures are too old to matter if it comes back. A
         pair that can never exchange KV is dropped at once."""
+        for incarnation in [known for known in self._partners if known not in linked]:
+            self._forget_row(incarnation)
         for key, pair in list(self._pairs.items()):
             gone = key[0] not in linked or key[1] not in linked
             if gone and (math.isinf(pair.until_s) or now_s > pair.until_s + self._aside_max_s):
@@ -98,6 +136,8 @@ class Pairs:
         for key, pair in self._pairs.items():
             assert key == _key(pair.prefill, pair.decode)
             assert pair.failures >= 1
+        assert self._partners.keys() == self._since.keys()
+        assert all(self._partners.values())
 
 
 def _key(prefill: WorkerHello, decode: WorkerHello) -> _Pair:

@@ -14,12 +14,14 @@ from typing import Final
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
+from pdserve.core.ids import WorkerId
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.forecast.prediction import Outlook
 from router.core.forecast.scout import Scout
+from router.core.health.health import Health
 from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
@@ -29,13 +31,16 @@ from router.core.policy.draws import draw
 from router.core.policy.picker import pick
 from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
 from router.core.policy.shortlist import Why, why
-from router.core.pools.pool import FIRST, Ask, Pool
+from router.core.pools.pool import Ask, Pool
 from router.core.pools.pools import Pools
 from router.core.prefix_index import Held, PrefixIndex
-from router.core.registry import Registry, Turn, Worker
-from router.core.waiting import Kind, size_of, turn_of
+from router.core.queue.turn import FIRST, Turn
+from router.core.registry import Registry, Worker
+from router.core.waiting import Kind, newcomer, size_of
 
 MAX_SCORES: Final = 16
+SITTING_OUT: Final = 1
+"""This is added to the seed where chance decides who sits out, so that it does not depend on the draws of policies."""
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 
@@ -63,6 +68,7 @@ class Placer:
         outputs: OutputMean,
         pairs: Pairs,
         index: PrefixIndex,
+        health: Health,
         rankings: Rankings = BUILT_IN,
         seed: int = 0,
     ) -> None:
@@ -71,6 +77,7 @@ class Placer:
         self._pools = pools
         self._outputs = outputs
         self._pairs = pairs
+        self._health = health
         self._seed = seed
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
@@ -111,7 +118,7 @@ class Placer:
         self._pools.refresh()
         if not serving or self.pairs_in_trouble:
             return self._decide_anew(request, now_s, serving=serving)
-        mark = request, request.machine.attempt, now_s, self._pools.shifts
+        mark = request, request.work_len, now_s, self._pools.shifts
         if self._decided is None or self._decided[0] != mark:
             self._decided = mark, self._decide_anew(request, now_s, serving=True)
         return self._decided[1]
@@ -143,16 +150,16 @@ class Placer:
 
     def _reach(self, request: LiveRequest, now_s: float, *, serving: bool = True) -> _Usable:
         """Return a function that tells whether the KV of some prefill worker that is long enough for the request may go to a
-        decode worker. Unless pairs have failed, it looks for a prefill worker only once for each range of versions."""
+        decode worker. Unless pairs have failed, it looks for a prefill worker only once for each kind of decode worker."""
         paired_s = now_s if serving else math.inf
-        known: dict[VersionRange, bool] = {}
+        known: dict[tuple[VersionRange, str], bool] = {}
 
         def reached(reader: Worker) -> bool:
-            versions = reader.hello.peer_versions
-            if versions not in known or len(self._pairs):
+            kind = reader.hello.pairing
+            if kind not in known or len(self._pairs):
                 lenders = self._lenders(request, now_s, serving=serving)
-                known[versions] = any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
-            return known[versions]
+                known[kind] = any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
+            return known[kind]
 
         return reached
 
@@ -193,6 +200,7 @@ class Placer:
             request.asked or self._configured,
             request.work_len < self._colocate_below_tokens,
             size_of(self.need_tokens(request)),
+            request.avoid,
         )
 
     def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Place | None:
@@ -245,7 +253,7 @@ class Placer:
         except Unavailable:
             return None
         lending = self._lending(request, now_s)
-        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), turn_of(request))
+        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), newcomer(request))
         reader = self.scout.soonest(Role.DECODE, request, ask)
         local = placement is Placement.COLOCATED
         if reader is not None and reason is Reason.DEFAULT:
@@ -287,15 +295,24 @@ class Placer:
     ) -> list[tuple[_Usable | None, Placement, Reason]]:
         """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
         in that way, or None where all can."""
-        if placement is not Placement.DISAGGREGATED or not self._pairs_differ:
-            return [(None, placement, reason)]
-        reached = self._reach(request, now_s)
-        if reason is not Reason.DEFAULT:
-            return [(reached, placement, reason)]
-        return [
-            (reached, placement, reason),
-            (lambda worker: not reached(worker), Placement.COLOCATED, self._no_pair),
-        ]
+        tries: list[tuple[_Usable | None, Placement, Reason]] = [(None, placement, reason)]
+        if placement is Placement.DISAGGREGATED and self._pairs_differ:
+            reached = self._reach(request, now_s)
+            tries = [(reached, placement, reason)]
+            if reason is Reason.DEFAULT:
+                tries.append((lambda worker: not reached(worker), Placement.COLOCATED, self._no_pair))
+        return self._avoiding(request, tries, now_s) if request.avoid else tries
+
+    def _avoiding(
+        self, request: LiveRequest, tries: list[tuple[_Usable | None, Placement, Reason]], now_s: float
+    ) -> list[tuple[_Usable | None, Placement, Reason]]:
+        """Return the same ways without the workers that the request avoids, as long as another one that serves could take the
+        request in one of these ways. It waits for the room of that one."""
+        heard = self._heard_and(lambda worker: worker.hello.worker_id not in request.avoid, now_s)
+        readers = [w for tier in self._pools.decode.fitting(request.max_len) for w in tier.alive.values() if heard(w)]
+        if not any(usable is None or usable(worker) for usable, _, _ in tries for worker in readers):
+            return tries
+        return [(self._heard_and(_both(usable, heard), now_s), placement, reason) for usable, placement, reason in tries]
 
     def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
         """Return a function that tells whether a worker was heard of late and is usable."""
@@ -312,7 +329,11 @@ class Placer:
         if source is None:
             return None
 
-        allowed = self._heard_and(lambda worker: self._pairs.usable(source.hello, worker.hello, now_s=now_s), now_s)
+        def reads(worker: Worker) -> bool:
+            fresh = worker.hello.worker_id not in request.avoid
+            return fresh and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
+
+        allowed = self._heard_and(reads, now_s)
         picked = self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
         return None if picked is None else picked[0]
 
@@ -331,9 +352,16 @@ class Placer:
         usable: _Usable | None = None
         if self._pairs_differ:
             usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
-        allowed = self._heard_and(usable, now_s)
-        picked = self._choose(Role.PREFILL, request, Ask(request.work_len + 1, 0, allowed), now_s)
+        ask = Ask(request.work_len + 1, 0, self._heard_and(usable, now_s))
+        picked = None
+        if request.avoid:
+            picked = self._choose(Role.PREFILL, request, _without(ask, request.avoid), now_s)
+        picked = picked or self._choose(Role.PREFILL, request, ask, now_s)
         return None if picked is None else picked[0]
+
+    def chose_alone(self) -> None:
+        """Note for the story that a worker was chosen because it serves nobody else. Nothing is known of its KV."""
+        self.scores, self.why, self.cached_tokens = (), Why.ALONE, 0
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
@@ -357,7 +385,9 @@ class Placer:
             return "silent"
         if worker.stalled:
             return f"its engine has made no step for {worker.load.engine_stalled_s:.1f} s while work waits"
-        return "" if worker.readiness.ready else worker.readiness.reason
+        left_s = worker.readiness.out_until_s - now_s
+        more = f"; it is tried again in {left_s:.0f} s" if left_s > 0 else ""
+        return "" if worker.readiness.ready else worker.readiness.reason + more
 
     # One choice ------------------------------------------------------------------------------------------------------
 
@@ -372,7 +402,7 @@ class Placer:
         near = [] if held is None else held.longest(ranking.shortlist.holders)
         if session is not None and ranking.shortlist.session:
             near.append(session)
-        links = pool.shortlist(ranking.shortlist, ask, near, self._seed)
+        links = self._shortlist(pool, ranking, request, ask, near, now_s)
         if not links:
             return None
         if held or session is not None or ranking.shortlist.drawn or ranking.shortlist.everyone:
@@ -393,6 +423,24 @@ class Placer:
         pool.picked(worker)
         return worker, picked
 
+    def _shortlist(
+        self, pool: Pool, ranking: Ranking, request: LiveRequest, ask: Ask, near: list[LinkId], now_s: float
+    ) -> list[LinkId]:
+        """Return the candidates of a policy. Workers with a handicap sit out all but a share of the picks while another worker
+        takes the request, and all of them if the request has failed elsewhere. So recent failures weigh the same under every
+        policy, also under one that looks at no load, and no order of a pool depends on them."""
+        if self._health.handicapped(now_s):
+            seed, pick, again = self._seed + SITTING_OUT, pool.picks + 1, bool(request.avoid)
+
+            def takes_part(worker: Worker) -> bool:
+                handicap = 0.0 if worker.account is None else worker.account.handicap(now_s)
+                return not handicap or (not again and draw(seed, pick, worker.link) * (1.0 + handicap) < 1.0)
+
+            links = pool.shortlist(ranking.shortlist, ask._replace(allowed=_both(ask.allowed, takes_part)), near, self._seed)
+            if links:
+                return links
+        return pool.shortlist(ranking.shortlist, ask, near, self._seed)
+
     def _row(
         self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
     ) -> Candidate:
@@ -403,6 +451,15 @@ class Placer:
         if which.drawn or which.everyone:
             row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
         return row
+
+
+def _both(one: _Usable | None, other: _Usable) -> _Usable:
+    """Return a function that tells whether a worker can be used by both."""
+    return other if one is None else lambda worker: one(worker) and other(worker)
+
+
+def _without(ask: Ask, avoid: tuple[WorkerId, ...]) -> Ask:
+    return ask._replace(allowed=_both(ask.allowed, lambda worker: worker.hello.worker_id not in avoid))
 
 
 def shared_tokens(request: LiveRequest, worker: Worker) -> int:

@@ -65,6 +65,8 @@ class ProbeBook:
 def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float, *, counts: bool) -> None:
     """Note the result of a probe for one of its workers. After an error that does not count, the next probe need not wait."""
     readiness = worker.readiness
+    if now_s < readiness.out_until_s:
+        return  # it was ejected while the probe ran
     if error is None:
         readiness.ready, readiness.reason, readiness.failures = True, "", 0
         worker.touch()

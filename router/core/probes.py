@@ -20,7 +20,7 @@ from typing import Final
 from pdserve.core.ids import RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
-from pdserve.core.worker import Role, WorkerHello
+from pdserve.core.worker import Role, WorkerHello, shown_digest
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, LinkId, Submit
 from router.core.live_request import LiveRequest, Probe
@@ -68,6 +68,8 @@ class Probes:
             readiness = worker.readiness
             if readiness.ready:
                 del self._registry.unready[worker.link]
+            elif now_s < readiness.out_until_s:
+                continue
             elif not self._enabled:
                 readiness.ready, readiness.reason = True, ""
                 worker.touch()
@@ -103,6 +105,8 @@ class Probes:
         readers = self._registry.of_role(Role.DECODE)
         if not readers or any(prefill.hello.may_pair(reader.hello) for reader in readers):
             return "there is no decode worker"
+        if any(prefill.hello.peer_versions.common(reader.hello.peer_versions) is not None for reader in readers):
+            return f"no decode worker has weights of its digest ({shown_digest(prefill.hello.model_digest)})"
         return f"no decode worker speaks a version of its protocol between workers ({prefill.hello.peer_versions})"
 
     def _start_or_claim(self, decode: Worker, prefill: Worker | None, claimant: Worker, now_s: float) -> Effects:
@@ -135,7 +139,8 @@ class Probes:
             yield from self._start(reader, lender, now_s)
 
     def _may_pair(self, worker: Worker, other: Worker, now_s: float) -> bool:
-        if other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
+        out = now_s < other.readiness.out_until_s
+        if out or other.draining or other.turned_away or self._placer.suspect(other, now_s=now_s):
             return False
         decode, prefill = (worker, other) if worker.hello.role is Role.DECODE else (other, worker)
         return self._pairs.usable(prefill.hello, decode.hello, now_s=now_s)

@@ -4,12 +4,15 @@
 decode lost before it reserved              the same attempt waits for another decode worker
 decode lost in the handoff, KV uncommitted  another decode worker with room at once reads the same lease; else a retry
 a worker drains and refuses its part        the same attempt goes on with another worker: no loss (`Handoff.place_elsewhere`)
+a worker lost with a request alone on it    the request fails, as it would end the next one too (`Suspects`)
 any other loss, or an error that the        a retry: the attempt is withdrawn from both workers, and the next one starts
 table of errors lets the cluster retry      from the prompt and the ids that the client has
 ```
 
-A retry needs time before the deadline, an attempt that the request has left, and a retry from the cluster's bucket. Without
-time the request fails with `DeadlineExceeded`, without one of the others with the loss. A finished output is never replayed.
+Every retry needs time before the deadline: without it the request fails with `DeadlineExceeded`. A finished output is never
+replayed. What else a retry costs depends on whose fault it is (`Cost`). The loss of a worker costs the request nothing, since
+each loss makes at most one replay of each request necessary. A failure of the request itself costs one of its attempts and a
+retry from the cluster's bucket, and without these the request fails with the loss.
 
 A request whose logits are not finite numbers is computed once more, because a worker's memory or a shared block may be the
 reason. If the next logits are not finite either, the model or the prompt is the reason, and the request fails.
@@ -17,6 +20,7 @@ reason. If the next logits are not finite either, the model or the prompt is the
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final
 
 from pdserve.config import RouterConfig
@@ -25,10 +29,13 @@ from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, RequestFailed
+from router.core.health.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkState
+from router.core.moves.suspects import poison
 from router.core.pairs import Pairs
+from router.core.registry import Worker
 from router.core.requests import Requests
 from router.core.retry import RetryBucket, after_attempts
 from router.core.story import StoryKind
@@ -40,18 +47,36 @@ _TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 attempts."""
 
 
+_ONCE: Final = (ErrorCode.NUMERICAL_ERROR, ErrorCode.INTERNAL_BUG)
+"""Errors of which the worker may be the reason, or the request itself. It gets one more attempt for each, which costs a retry
+of the bucket only if it fails as well: then the request is the reason. So a worker that breaks under a full batch costs none,
+and a flood of hostile requests is not computed twice."""
+
+
 DOUBT_AFTER_S: Final = 1.0
 """A pair is in doubt when a request ends more than this after its first token and its KV is not there. At most one chunk's KV
 is left to read after the first token, which takes milliseconds."""
 
 
+class Cost(Enum):
+    """The price of a retry."""
+
+    NOTHING = "nothing"
+    """The router has lost a worker, which is no fault of the request."""
+    ATTEMPT = "attempt"
+    """A worker says that it has lost another one. It may be wrong for ever, so the attempts of the request bound it."""
+    ATTEMPT_AND_RETRY = "attempt_and_retry"
+    """The request has failed on a worker that lives on."""
+
+
 class Recovery:
     """Decides what happens to requests whose worker is lost or has given them up."""
 
-    def __init__(self, requests: Requests, dispatcher: Dispatcher, pairs: Pairs, config: RouterConfig) -> None:
+    def __init__(self, requests: Requests, dispatcher: Dispatcher, pairs: Pairs, health: Health, config: RouterConfig) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
         self._pairs = pairs
+        self._health = health
         self._max_attempts = config.max_attempts
         self.bucket = RetryBucket(share=config.retry_share, burst=config.retry_burst)
 
@@ -60,7 +85,11 @@ class Recovery:
         request = work.request
         request.story.note(now_s, StoryKind.LOST, role=work.role, error=error.code, message=error.message)
         self._requests.drop(work)
-        if request.probe is None and work.role is Role.DECODE:
+        if request.convicted:
+            lost = poison(request, "nothing else that ran on the last one was suspected")
+            yield from self._requests.end(request, _E.LOST, now_s, lost)
+            return
+        if request.probe is None and work.role is Role.DECODE and not request.suspect:
             if request.machine.state is _S.BINDING:
                 yield from self._dispatcher.requeue(request, _E.DECODE_LOST)
                 return
@@ -68,15 +97,15 @@ class Recovery:
             if uncommitted:
                 yield from self.rebind(request, error, now_s)
                 return
-        yield from self.retry(request, error, now_s)
+        yield from self.retry(request, error, now_s, Cost.NOTHING)
 
     def rebind(self, request: LiveRequest, error: PdserveError, now_s: float) -> Effects:
-        """Let another decode worker read the lease after the loss `error`. If none has room, retry."""
+        """Let another decode worker read the lease after the loss `error` of a worker. If none has room, retry."""
         if (yield from self._dispatcher.rebind(request, now_s)):
             request.loss = error
             request.rebinds += 1
         else:
-            yield from self.retry(request, error, now_s)
+            yield from self.retry(request, error, now_s, Cost.NOTHING)
 
     def work_failed(self, work: RemoteWork, event: RequestFailed, now_s: float) -> Effects:
         """Recover a request that a worker gave up. The worker lives on."""
@@ -87,13 +116,15 @@ class Recovery:
             self._blame_pair(work.request.prefill, work, event, now_s)
         if error.code is ErrorCode.DEADLINE_EXCEEDED:
             self.doubt_pair(work.request, now_s)
+        self._health.failed(work, error, now_s)
         worker = self._requests.drop(work)
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
             worker.touch()
         # A worker's clock may reach the deadline before the router's clock, which alone decides: `retry` looks at it.
         if TABLE[error.code].cluster_retries or error.code is ErrorCode.DEADLINE_EXCEEDED:
-            yield from self.retry(work.request, error, now_s)
+            cost = Cost.ATTEMPT if error.code is ErrorCode.REPLICA_LOST else Cost.ATTEMPT_AND_RETRY
+            yield from self.retry(work.request, error, now_s, cost)
         else:
             yield from self._requests.end(work.request, _E.LOST, now_s, error)
 
@@ -107,6 +138,18 @@ class Recovery:
             self._pairs.never(lender.hello, reader.hello, error.message)
         elif event.pair_failed:
             self._pairs.failed(lender.hello, reader.hello, error.message, now_s=now_s)
+            if lender.serves and reader.serves:
+                self._pairs.in_a_row(lender.hello, reader.hello)
+                self._suspect(reader, lender, now_s)
+
+    def _suspect(self, reader: Worker, lender: Worker, now_s: float) -> None:
+        """Eject the end that two failed pairs have in common while KV passed through it nowhere. For one that has just come
+        back from an ejection, a single failed pair is enough."""
+        for worker in sorted((reader, lender), key=lambda end: -self._pairs.partners(end.hello)):
+            partners = self._pairs.partners(worker.hello)
+            doubtful = partners and (self._health.on_trial(worker) or self._pairs.at_fault(worker.hello))
+            if doubtful and self._health.unreachable(worker, partners, now_s):
+                self._pairs.blamed(worker.hello)
 
     def doubt_pair(self, request: LiveRequest, now_s: float) -> None:
         """Doubt the pair of a request that ends by its deadline or its client, when the KV was computed and did not come. The
@@ -118,34 +161,41 @@ class Recovery:
         if lender is not None and reader is not None and request.committed is None and now_s - since_s > DOUBT_AFTER_S:
             self._pairs.doubt(lender.hello, reader.hello)
 
-    def retry(self, request: LiveRequest, error: PdserveError, now_s: float) -> Effects:
+    def retry(self, request: LiveRequest, error: PdserveError, now_s: float, cost: Cost) -> Effects:
         """Begin the next attempt, or fail the request with `error`. A request whose deadline has passed expires."""
         request.loss = error
         if now_s >= request.deadline_s:
             yield from self._requests.expire(request, now_s)
             return
-        refusal = self._refusal(request, error)
+        refusal = self._refusal(request, error, cost)
         if refusal is not None:
             final = error if request.probe is not None else after_attempts(error, request.machine.attempt, refusal)
             yield from self._requests.end(request, _E.LOST, now_s, final)
         else:
             request.machine.move(_E.RETRIED)
             request.retry_reasons += (error.code.value,)
-            request.story.note(now_s, StoryKind.RETRIED, attempt=request.machine.attempt, emitted=len(request.emitted))
+            avoids = {"avoids": ", ".join(request.avoid)} if request.avoid else {}
+            emitted = len(request.emitted)
+            request.story.note(now_s, StoryKind.RETRIED, attempt=request.machine.attempt, emitted=emitted, **avoids)
             yield from self._requests.withdraw(request)
             request.start_over()
             self._requests.wait(request)
 
-    def _refusal(self, request: LiveRequest, error: PdserveError) -> str | None:
-        """Return why there is no next attempt. None: there is one, and its retry was taken out of the bucket."""
+    def _refusal(self, request: LiveRequest, error: PdserveError, cost: Cost) -> str | None:
+        """Return why there is no next attempt. None: there is one, and its price was taken."""
         if request.probe is not None:
             return "a probe is not retried"
         if request.remaining_tokens <= 0:
             return "all tokens were sent, but the finish reason was lost"
-        if error.code is ErrorCode.NUMERICAL_ERROR and error.code.value in request.retry_reasons:
+        if error.code in _ONCE and error.code.value in request.retry_reasons:
+            self.bucket.take()
             return "the same failure came twice"
-        if request.machine.attempt >= self._max_attempts:
+        if cost is Cost.NOTHING:
+            return None
+        if 1 + request.charged >= self._max_attempts:
             return "no more are allowed for one request"
-        if not self.bucket.take():
+        spent = self.bucket.empty if error.code in _ONCE else cost is Cost.ATTEMPT_AND_RETRY and not self.bucket.take()
+        if spent:
             return "the cluster's retries are used up"
+        request.charged += 1
         return None

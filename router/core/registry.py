@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import CannotFlip, IncompatiblePeer, WorkerIdTaken
-from pdserve.core.ids import Handle, WorkerId
+from pdserve.core.errors import CannotDrain, CannotFlip, IncompatiblePeer, WorkerIdTaken
+from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.roofline.utilisation import START
-from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello, WorkerLoad, shown_digest
 from router.core.events import LinkId
 from router.core.forecast.backlog import Backlog
+from router.core.health.account import Account, place_of
 from router.core.live_request import RemoteWork
+from router.core.queue.turn import Turn
 
-Turn = tuple[float, int]
-"""The time of a waiting request's turn in seconds, and the number of its arrival, which orders equal times."""
 NOT_YET_PROBED: Final = "waiting for a KV round trip"
 FLIP_SINCE: Final = 1
 """The first version of the link's protocol that has `Flip`."""
@@ -40,6 +40,8 @@ class Readiness:
     reason: str = NOT_YET_PROBED
     failures: int = 0
     try_after_s: float = 0.0
+    out_until_s: float = 0.0
+    """The worker is ejected, and is not probed before this time."""
     probes: int = 0
     """The number of running probes that have this worker at either end."""
 
@@ -66,7 +68,11 @@ class Worker:
     kept_for: Turn | None = None
     """The turn of the waiting request that gets the next room on this worker, unless an earlier one does. None: nobody has
     claimed it."""
+    alone_for: RequestId | None = None
+    """The request that gets this decode worker for itself. It is suspected of ending its workers. None: there is none."""
     readiness: Readiness = field(default_factory=Readiness)
+    account: Account | None = None
+    """The results of the worker's place. None: the worker has just been linked."""
     silent: bool = False
     """The worker was found silent, and has not been heard since."""
     picked: int = 0
@@ -91,6 +97,11 @@ class Worker:
     def link_version(self) -> int:
         """The version of the link's protocol that this router and the worker speak with each other."""
         return min(LINK_VERSIONS.newest, self.hello.link_version)
+
+    @property
+    def claimed(self) -> bool:
+        """The next room is for a probe, or the worker is kept for one request alone."""
+        return self.claimed_by is not None or self.alone_for is not None
 
     @property
     def serves(self) -> bool:
@@ -174,8 +185,11 @@ class Registry:
         """The workers that have changed, joined or left since the pools were brought up to date."""
         self._longest: dict[Role, int] = {}
         self.mixed_peers = False
-        """True while some linked prefill worker and some linked decode worker have no version of their protocol in common."""
+        """True while some linked prefill worker and some linked decode worker may never be paired: they have no version of
+        their protocol in common, or the digest of one's weights is unknown."""
 
+        self.model_digest = ""
+        """The digest of the linked workers' weights. Empty: none knows it. While nobody is linked, the last one stays."""
         self.held_tokens = 0
         """The most tokens whose KV a request holds on any decode worker, however long it is. 0: it has no such bound."""
 
@@ -191,6 +205,12 @@ class Registry:
         if hello.model_fingerprint != self._model_fingerprint:
             raise IncompatiblePeer(
                 f"{name} serves model {hello.model_fingerprint or '(none)'}, this router serves {self._model_fingerprint}"
+            )
+        if differing := self._other_weights(hello):
+            raise IncompatiblePeer(
+                f"{name} has loaded weights of digest {shown_digest(hello.model_digest)}, {differing.name}, which was here "
+                f"first, has {shown_digest(differing.hello.model_digest)}: the files of the two differ, although they look "
+                "alike; load the same files on both and start the worker with the wrong ones again"
             )
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
@@ -208,6 +228,14 @@ class Registry:
                     "(block_size, dtype, kv_bytes_per_token; only the dtype may differ, and the bytes with it)"
                 )
 
+    def _other_weights(self, hello: WorkerHello) -> Worker | None:
+        """Return the first linked worker whose weights are known to differ from the newcomer's. None: there is none.
+
+        So all known digests of linked workers are equal. A process that dials again does not count against itself.
+        """
+        others = (one for one in self._by_link.values() if one.hello.worker_id != hello.worker_id and one.hello.model_digest)
+        return next((one for one in others if hello.model_digest not in ("", one.hello.model_digest)), None)
+
     def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
         """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if one does and was heard within `lost_s`.
 
@@ -216,7 +244,7 @@ class Registry:
         `lost_s`.
         """
         holder = self.find(hello.worker_id)
-        if holder is None or holder.hello.incarnation == hello.incarnation:
+        if holder is None or holder.hello.incarnation == hello.incarnation or _flipped(holder.hello, hello):
             return
         silent_s = now_s - holder.last_seen_s
         if silent_s <= lost_s:
@@ -263,6 +291,11 @@ class Registry:
                 worker.touch()
         return worker
 
+    def forgive(self, late_s: float, *, now_s: float) -> None:
+        """Do not count a time as silence in which the router itself stood still."""
+        for worker in self._by_link.values():
+            worker.last_seen_s = min(now_s, worker.last_seen_s + late_s)
+
     def silent_since(self, before_s: float) -> list[Worker]:
         """Return the workers that were last heard before a time, the longest silent first."""
         found: list[Worker] = []
@@ -305,6 +338,16 @@ class Registry:
                 field="worker_id",
             )
 
+    def check_drain(self, worker: Worker) -> None:
+        """Check that others of its role serve when a worker leaves. Raises `CannotDrain`. A worker that does not serve may
+        leave."""
+        if worker.serves and not any(other.serves for other in self.of_role(worker.hello.role) if other is not worker):
+            raise CannotDrain(
+                f"{worker.name} is the last {worker.hello.role.value} worker that serves: start another one first "
+                "(`pdserve scale`), or drain it with --force",
+                field="worker_id",
+            )
+
     def longest(self, role: Role) -> int | None:
         """Return the token limit of the longest request that some worker of the role takes. While none is linked, the last
         value stays, because workers may come back. None: no worker of the role has joined yet."""
@@ -312,8 +355,11 @@ class Registry:
 
     def _note_change(self, role: Role) -> None:
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
-        prefill, decode = ({w.hello.peer_versions for w in self._by_role[one].values()} for one in (Role.PREFILL, Role.DECODE))
-        self.mixed_peers = any(lender.common(reader) is None for lender in prefill for reader in decode)
+        kinds = ({w.hello.pairing: w.hello for w in self._by_role[one].values()} for one in (Role.PREFILL, Role.DECODE))
+        prefill, decode = (kind.values() for kind in kinds)
+        self.mixed_peers = any(not lender.may_pair(reader) for lender in prefill for reader in decode)
+        digests = (worker.hello.model_digest for worker in self._by_link.values() if worker.hello.model_digest)
+        self.model_digest = next(digests, "" if self._by_link else self.model_digest)
         held = [worker.hello.held_tokens for worker in self._by_role[Role.DECODE].values()]
         self.held_tokens = max(held) if held and all(held) else 0
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
@@ -329,6 +375,11 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._by_link)
+
+
+def _flipped(before: WorkerHello, hello: WorkerHello) -> bool:
+    """Tell whether this is the same process in a later life: it has flipped, so its earlier link is never taken up again."""
+    return (before.pid, place_of(before)) == (hello.pid, place_of(hello)) and hello.flips > before.flips
 
 
 def _same_blocks(one: WorkerHello, other: WorkerHello) -> bool:

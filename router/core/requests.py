@@ -6,6 +6,7 @@ emitted. Each happens exactly once, because all three happen in `_forget`, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, PdserveError
@@ -24,9 +25,10 @@ from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.queue.demand import Demand
 from router.core.queue.limits import SHED, QueueLimits
-from router.core.registry import Registry, Turn, Worker
+from router.core.queue.turn import Turn
+from router.core.registry import Registry, Worker
 from router.core.story import RequestStory, Stories, StoryKind
-from router.core.waiting import WaitingRequests, turn_of
+from router.core.waiting import WaitingRequests
 
 _S, _E = RequestState, RequestEvent
 _T = TypeVar("_T")
@@ -57,6 +59,8 @@ class Requests:
         self._probes = 0
         self._arrivals = 0
         self._handles = 0
+        self.saw_end: Callable[[LiveRequest, PdserveError | None], None] = lambda request, error: None
+        """Is told the end of each request of a client."""
 
     def __len__(self) -> int:
         """Return the number of live requests of clients. The router's own probes are not counted."""
@@ -93,7 +97,11 @@ class Requests:
     def wait(self, request: LiveRequest) -> None:
         """Let a queued request wait for its turn to get a decode worker."""
         assert request.machine.state is _S.QUEUED
-        self.waiting.add(request)
+        self.end_trial(request)
+        if request.suspect:
+            self.waiting.add_alone(request)
+        else:
+            self.waiting.add(request)
         self._limits.add(request)
 
     def wait_behind(self, request: LiveRequest) -> None:
@@ -132,6 +140,21 @@ class Requests:
             worker.kept_for = None
             worker.touch()
         request.keeps = None
+
+    def keep_alone(self, request: LiveRequest, worker: Worker, now_s: float) -> None:
+        """Keep a decode worker for one request alone. What runs there goes elsewhere or ends."""
+        if request.alone_on is None:
+            request.kept_alone_s = now_s
+        request.alone_on, worker.alone_for = worker.link, request.request_id
+        worker.touch()
+
+    def end_trial(self, request: LiveRequest) -> None:
+        """Give the worker that was kept for a request alone back to all."""
+        worker = None if request.alone_on is None else self.registry.get(request.alone_on)
+        if worker is not None:
+            worker.alone_for = None
+            worker.touch()
+        request.alone_on = request.trial_from = None
 
     # What runs remotely --------------------------------------------------------------------------------------------
 
@@ -210,11 +233,14 @@ class Requests:
             yield from self._forget(request, now_s, error)
 
     def shed(self, request: LiveRequest, by: SloClass, now_s: float) -> Effects:
-        """Fail a waiting request that gives way to one of the class `by`."""
+        """Fail a waiting request that gives way to one of the class `by`, or to one of a client that has less."""
         request.story.note(now_s, StoryKind.SHED, slo_class=request.slo.name, by_class=by.name)
+        came = f"a request of class {by.name!r} came: its priority is {by.priority}, "
+        came += f"and that of class {request.slo.name!r} is {request.slo.priority}"
+        if by.priority <= request.slo.priority:
+            came = "a request of a client came for whom fewer requests or prompt tokens wait"
         error = Overloaded(
-            f"the queue was full, and a request of class {by.name!r} came: its priority is {by.priority}, "
-            f"and that of class {request.slo.name!r} is {request.slo.priority}",
+            f"the queue was full, and {came}",
             retry_after_s=self._limits.retry_after_s(now_s),
             reason=SHED,
         )
@@ -238,15 +264,18 @@ class Requests:
             self.waiting.remove(request)
         self._limits.remove(request)
         self.let_go(request)
+        self.end_trial(request)
         yield from self.withdraw(request)
         self.free_siblings(request, now_s)
         report = request.report(now_s=now_s)
+        self.waiting.settle(request, report.prompt_tokens - (report.cached_tokens or 0) + report.output_tokens)
         self._end_story(request, now_s, error)
         del self._by_id[request.request_id]
         if request.probe is not None:
             self._probes -= 1
             self._probe_book.ended(request.probe, error, now_s)
             return
+        self.saw_end(request, error)
         yield EmitDone(request.request_id, report) if error is None else EmitFailed(request.request_id, error, report)
         self.demand.ended(report, cancelled=request.machine.state is _S.CANCELLED)
         self._limits.saw_finish(now_s)
@@ -273,8 +302,8 @@ class Requests:
         for worker in self.registry:
             worker.backlog.check_invariants(worker.work)
             self._index.check_credit(worker.link, worker.work)
-        kept = {worker.link: worker.kept_for for worker in self.registry if worker.kept_for is not None}
-        claims = {r.keeps: turn_of(r) for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
+        kept = {worker.link: worker.kept_for.arrival for worker in self.registry if worker.kept_for is not None}
+        claims = {r.keeps: r.arrival for r in waiting if r.keeps is not None and self.registry.get(r.keeps) is not None}
         assert kept == claims
         for leader in map(self._by_id.get, self.waiting.leaders()):
             assert leader is not None, "siblings wait for a request that has ended"

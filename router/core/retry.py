@@ -14,8 +14,8 @@ class RetryBucket:
     """A bucket into which each admitted request puts `share` of a retry, and from which each retry takes one. It starts with
     `burst`.
 
-    A dead worker's whole batch is thus served again at once while such losses are rare, and a fault that stays cannot multiply
-    the load by more than `1 + share`.
+    A fault that stays thus cannot multiply the load by more than `1 + share`. The bucket is for failures of requests: what the
+    loss of a worker makes necessary is bounded by the number of losses, and takes nothing out.
     """
 
     def __init__(self, *, share: float, burst: int) -> None:
@@ -24,25 +24,31 @@ class RetryBucket:
         self._saved = float(burst)
         self._burst = burst
         self._admitted = 0
-        self._taken = 0
+        self.taken = 0
+        """The retries that were taken out."""
 
     def admitted(self) -> None:
         """Put in the share of one admitted request."""
         self._admitted += 1
         self._saved = min(self._most, self._saved + self._share)
 
+    @property
+    def empty(self) -> bool:
+        """Less than one retry is left."""
+        return self._saved + 1e-9 < 1.0  # ten times 0.1 is a little less than 1
+
     def take(self) -> bool:
         """Take one retry out. False: less than one is left, and nothing is taken."""
-        if self._saved + 1e-9 < 1.0:  # ten times 0.1 is a little less than 1
+        if self.empty:
             return False
         self._saved = max(0.0, self._saved - 1.0)
-        self._taken += 1
+        self.taken += 1
         return True
 
     def check_invariants(self) -> None:
         """Assert that no more retries were taken than put in."""
         assert 0.0 <= self._saved <= self._most
-        assert self._taken <= self._burst + self._share * self._admitted + 1e-6
+        assert self.taken <= self._burst + self._share * self._admitted + 1e-6
 
 
 def after_attempts(error: PdserveError, attempts: int, why: str) -> PdserveError:

@@ -62,8 +62,12 @@ from router.core.events import (
 )
 from router.core.forecast.forecaster import Forecaster
 from router.core.handoff import Handoff
+from router.core.health.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent
+from router.core.moves.fair_slots import FairSlots
+from router.core.moves.migration import Migration
+from router.core.moves.suspects import Suspects
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy.ranking import BUILT_IN, Rankings
@@ -71,6 +75,7 @@ from router.core.pools.pools import Pools
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
+from router.core.queue.derived import DerivedLimits
 from router.core.queue.limits import QueueLimits
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
@@ -97,21 +102,33 @@ class RouterCore:
         """`seed` is the only source of chance: policies that draw workers draw by it."""
         self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self.waiting = WaitingRequests(lambda request: self.placer.kind_of(request))
-        self._limits = QueueLimits(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        self._derived = DerivedLimits(config)
+        self.limits = self._derived.now()
+        """The limits that hold now."""
+        self._limits = QueueLimits(
+            max_requests=self.limits.queued_requests,
+            max_tokens=self.limits.queued_tokens,
+            client_share=config.client_queue_share,
+        )
         self._probe_book = ProbeBook(self.registry)
-        self.prefix_index = PrefixIndex(config.prefix_index_bytes)
+        self.prefix_index = PrefixIndex(self.limits.index_bytes)
         self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
         self.ledger = self.requests.ledger
+        self.health = Health(self.registry, enabled=config.eject_workers)
+        self.requests.saw_end = self.health.ended
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
         self.pools = Pools(self.registry, self.ledger)
         self.placer = Placer(
-            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, rankings, seed
+            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, self.health, rankings, seed
         )
         self.placer.last_turn = self.requests.sessions.last_turn
         self._dispatcher = Dispatcher(
             self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
         )
-        self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, config)
+        self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, self.health, config)
+        self._migration = Migration(self.requests, self._dispatcher, self.placer)
+        self._fair_slots = FairSlots(self.requests, self._dispatcher, self.placer)
+        self.suspects = Suspects(self.requests, self._dispatcher, self.placer, wait_s=config.recovery_wait_s)
         self._tokens = Tokens(self.requests)
         self._handoff = Handoff(
             self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers
@@ -192,8 +209,10 @@ class RouterCore:
         return effects
 
     def _place(self, now_s: float, *, tick: bool = False) -> Effects:
-        """Place what may be placed now: claimed probes first, and then waiting requests."""
+        """Place what may be placed now: claimed probes first, then requests that must leave their worker, then waiting ones."""
         yield from self._probes.start_claimed(now_s)
+        yield from self.suspects.place(now_s)
+        yield from self._migration.migrate(now_s)  # who runs has waited for longer than who waits
         yield from self._dispatcher.pump(now_s, tick=tick)
 
     # Clients and time ----------------------------------------------------------------------------------------------
@@ -225,7 +244,7 @@ class RouterCore:
         come with their leader, so that a group is never half refused."""
         try:
             self._forecaster.foresee(request, now_s)
-            return self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s)
+            return self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s, client=request.client)
         except Overloaded:
             self.requests.demand.count_refusal()
             raise
@@ -257,6 +276,10 @@ class RouterCore:
         yield from end
 
     def _tick(self, event: Tick, now_s: float) -> Effects:
+        if event.late_s:
+            self.registry.forgive(event.late_s, now_s=now_s)
+        for link in event.alive:
+            self._seen(link, now_s)
         self.placer.note_silence(now_s=now_s)
         for worker in self.registry.silent_since(now_s - self._lost_s):
             silent_s = now_s - worker.last_seen_s
@@ -266,10 +289,15 @@ class RouterCore:
         for request in self.requests.deadlines.passed(now_s=now_s):
             end = self.requests.expire(request, now_s)
             yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
+        self.health.look(now_s)
         if len(self.pairs):
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         yield from self._probes.start_due(now_s)
+        self.suspects.look(now_s)
+        self._migration.look()
         yield from self._place(now_s, tick=True)  # a pair may be usable again, and a wait may be over
+        if len(self.requests.waiting):
+            yield from self._fair_slots.share(self.registry.of_role(Role.DECODE), now_s)
 
     # Workers -------------------------------------------------------------------------------------------------------
 
@@ -285,14 +313,29 @@ class RouterCore:
         if before is not None:
             yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
         worker = self.registry.join(event.link, hello, now_s=now_s)
+        self.health.joined(worker, now_s)
+        self.suspects.came_back(hello.incarnation)
+        self._derived.join(hello)
+        self._follow_workers()
         self.prefix_index.join(event.link, hello)
         yield SendWelcome(event.link, worker.link_version)
         leaving = self._leaving.get(hello.worker_id)
         if leaving is not None and leaving.incarnation == hello.incarnation:
-            yield from self._send_away(worker, leaving.role)  # its last link may have broken before the worker was told
+            yield from self._send_away(worker, leaving.role, now_s)  # its last link may have broken before the worker was told
         else:
             self._leaving.pop(hello.worker_id, None)
         yield from self._probes.start_due(now_s)
+
+    def _follow_workers(self) -> None:
+        """Let the limits follow the workers that are linked now."""
+        self.limits = self._derived.now()
+        self._limits.resize(max_requests=self.limits.queued_requests, max_tokens=self.limits.queued_tokens)
+        self.prefix_index.set_max_bytes(self.limits.index_bytes)
+
+    @property
+    def queue_bound(self) -> int:
+        """The number of requests that were refused or shed because the queue was full."""
+        return self._limits.bound
 
     def _worker_left(self, event: WorkerLeft, now_s: float) -> Effects:
         worker = self.registry.get(event.link)
@@ -307,7 +350,11 @@ class RouterCore:
 
     def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
         self.registry.leave(worker.link)
+        self.suspects.worker_died(worker)
         self.prefix_index.leave(worker.link)
+        self.health.left(worker, now_s)
+        self._derived.leave(worker.hello)
+        self._follow_workers()
         if close:
             yield CloseLink(worker.link, error)
         for work in list(worker.work.values()):
@@ -318,6 +365,7 @@ class RouterCore:
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
             self.prefix_index.beat(event.link)
+            yield from self._ask_keys(self.prefix_index.turn(now_s))
             if worker.stuck:
                 stalled_s = event.load.engine_stalled_s
                 error = ReplicaLost(f"the engine of {worker.name} has made no step for {stalled_s:.1f} s while work waits")
@@ -329,13 +377,19 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             try:
-                if self.prefix_index.apply(event.link, event.delta, now_s=now_s):
-                    yield SendPrefixResync(event.link)
+                yield from self._ask_keys(self.prefix_index.apply(event.link, event.delta, now_s=now_s))
             except ReplicaLost as exc:
                 yield from self._lose(worker, exc, now_s, close=True)
 
+    def _ask_keys(self, link: LinkId | None) -> Effects:
+        if link is not None:
+            yield SendPrefixResync(link)
+
     def _drain_asked(self, event: DrainAsked, now_s: float) -> Effects:
-        return self._send_away(self.linked(event.worker_id), None)
+        worker = self.linked(event.worker_id)
+        if event.spare_last:
+            self.registry.check_drain(worker)
+        return self._send_away(worker, None, now_s)
 
     def _flip_asked(self, event: FlipAsked, now_s: float) -> Effects:
         worker = self.linked(event.worker_id)
@@ -343,7 +397,7 @@ class RouterCore:
         if event.incarnation not in (None, now):
             raise StaleOrder(f"{worker.name} has incarnation {now:x} now, not {event.incarnation:x}")
         self.registry.check_flip(worker, event.role, needs_prefill=self._needs_prefill)
-        return self._send_away(worker, event.role)
+        return self._send_away(worker, event.role, now_s)
 
     def _budget_asked(self, event: BudgetAsked, now_s: float) -> Effects:
         worker = self.linked(event.worker_id)
@@ -353,12 +407,15 @@ class RouterCore:
     def _set_budget(self, worker: Worker, event: BudgetAsked) -> Effects:
         yield SendBudget(worker.link, event.max_num_batched_tokens, event.max_num_seqs)
 
-    def _send_away(self, worker: Worker, role: Role | None) -> Effects:
-        """Let a worker finish its work, and then come back in `role`. None: it ends."""
+    def _send_away(self, worker: Worker, role: Role | None, now_s: float) -> Effects:
+        """Let a worker become empty, and then come back in `role`. None: it ends. Its requests move as far as others have
+        room, and it finishes the rest."""
         self._leaving[worker.hello.worker_id] = _Leaving(worker.hello.incarnation, role)
         worker.draining = True
         worker.touch()
         yield SendDrain(worker.link) if role is None else SendFlip(worker.link, role)
+        self._migration.look()
+        yield from self._migration.migrate(now_s)
 
     def _seen(self, link: LinkId, now_s: float) -> Worker | None:
         return self.registry.seen(link, now_s=now_s)
@@ -404,7 +461,9 @@ class RouterCore:
         """Assert that all books agree. This walks over all requests and workers."""
         self.requests.check_invariants()
         self.pairs.check_invariants()
+        self.suspects.check_invariants()
         self.recovery.bucket.check_invariants()
         self._probes.check_invariants()
         self.pools.check_invariants()
         self._probe_book.check_invariants()
+        self.health.check_invariants()

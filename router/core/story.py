@@ -46,6 +46,10 @@ class StoryKind(Enum):
     COMMITTED = "committed"
     LOST = "lost"
     REBOUND = "rebound"
+    CLEARED = "cleared"
+    """The request was suspected of ending its workers, and has run alone without doing so."""
+    MIGRATED = "migrated"
+    """The worker was to be empty, and the request goes on elsewhere."""
     RETRIED = "retried"
     ENDED = "ended"
 

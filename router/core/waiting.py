@@ -1,9 +1,12 @@
 """Requests that wait for room on a decode worker, in the order of their turns.
 
-A turn is the time at which the first token should leave, or the deadline where that is sooner, less `LEVEL_S` for each level of
-priority. A request with a tight target overtakes others, and one of higher priority overtakes earlier ones, but a turn never
-changes while time goes on. So only requests that came a bounded time later overtake, and no request waits for ever. A replay
-counts as one level more.
+Requests of one class and priority form a *line*, in which clients take turns by fair queueing: see `queue/flows.py`. A call of
+many requests, or a client of many calls, thus delays the others by one request at a time. Lines are ordered by time: the time
+at which the first token should leave, less `LEVEL_S` for each level of priority. This time counts from when the client's fair
+turn came, which is when it was served last if it has waited since then. A burst therefore does not age as a whole. The first
+request of a line ages until it is served, so no request waits for ever. A priority that is below that of the class orders only
+the requests of one call. A replay counts as one level more, and replays stand in a line of their own, in the order of their
+arrivals: they were charged when they were new.
 
 Requests of one *kind* could be served by the same workers and need about as much room. When the first one of a kind finds no
 room, no other one of this kind is asked: a worker with new room meets one request of each kind, however many wait. Requests
@@ -13,20 +16,27 @@ that no linked worker could serve are *parked*: they keep their turns, and nobod
 
 from __future__ import annotations
 
-import bisect
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from pdserve.core.ids import RequestId
+from pdserve.core.ids import RequestId, WorkerId
 from pdserve.core.sampling import Placement
 from router.core.live_request import LiveRequest
-from router.core.registry import Turn
+from router.core.queue.flows import Flow, Flows, Path
+from router.core.queue.lane import Branch, Item, OwnTurn
+from router.core.queue.turn import Line, Turn
 
 LEVEL_S: Final = 3.0
 """The seconds that one level of priority is worth. All two hundred levels outweigh the default deadline of 600 s."""
 DEFAULT_TTFT_S: Final = 2.0
-"""The target of a request whose class has none, as far as its turn is concerned: that of the built-in class "batch"."""
+"""The shortest target that counts for the turn of a request whose class is not urgent, or has none: that of the built-in class
+"batch"."""
+LEVELS: Final = 3
+"""The levels of flows: clients, connections, calls."""
+NOBODY: Final[Path] = ("",) * LEVELS
+"""The path of a request whose client is not known. Such requests are served in the order of their own turns."""
 
 
 class Kind(NamedTuple):
@@ -37,6 +47,15 @@ class Kind(NamedTuple):
     asked: Placement
     short: bool  # the prompt is computed on the decode worker, where the settings decide
     size: int  # class of the room that they need, in quarters of a power of two
+    avoid: tuple[WorkerId, ...] = ()  # workers with which they have failed
+
+
+class First(NamedTuple):
+    """The first request of a kind in a line."""
+
+    turn: Turn
+    kind: Kind
+    request: LiveRequest
 
 
 def size_of(tokens: int) -> int:
@@ -44,42 +63,87 @@ def size_of(tokens: int) -> int:
     return int(4 * math.log2(max(1, tokens)))
 
 
-def turn_of(request: LiveRequest) -> Turn:
-    """Return the turn of a request. It does not change while the request waits."""
-    target_s = request.times.arrived_s + (request.slo.ttft_s or DEFAULT_TTFT_S)
-    levels = request.spec.priority + request.replay
-    return min(target_s, request.deadline_s) - LEVEL_S * levels, request.arrival
+def own_turn(request: LiveRequest) -> OwnTurn:
+    """Return what orders a request within its call, as if its client were alone. It does not change while the request waits."""
+    return _time_s(request, request.times.arrived_s, request.spec.priority), request.arrival
+
+
+def _time_s(request: LiveRequest, since_s: float, priority: int) -> float:
+    target_s = request.slo.ttft_s or DEFAULT_TTFT_S
+    if not request.slo.urgent:
+        target_s = max(target_s, DEFAULT_TTFT_S)
+    return since_s + target_s - LEVEL_S * (priority + request.replay)
+
+
+def line_of(request: LiveRequest) -> Line:
+    """Return the line of a request. A client that lowers its priority leaves no line: it would count in two of them."""
+    return Line(request.slo.name, max(request.slo.priority, request.spec.priority), request.replay)
+
+
+def path_of(request: LiveRequest) -> Path:
+    """Return the flows of a request. It has `LEVELS` names."""
+    return NOBODY if request.replay else (*request.client, *NOBODY[len(request.client) :])[:LEVELS]
+
+
+def newcomer(request: LiveRequest) -> Turn:
+    """Return the turn of a request behind all that wait in its line."""
+    time_s, arrival = own_turn(request)
+    return Turn(time_s, time_s, arrival, line_of(request), (math.inf,))
+
+
+def placed_again(request: LiveRequest) -> Turn:
+    """Return the turn of a running request that is to be placed elsewhere. It has no line: its client was charged before."""
+    time_s, arrival = own_turn(request)
+    return Turn(time_s, time_s, arrival)
 
 
 class WaitingRequests:
-    """Sorted lists, one for each kind. `QueueLimits` bounds them, so insertion by bisection is cheap."""
+    """Requests by kind and line. `QueueLimits` bounds them."""
 
     def __init__(self, kind_of: Callable[[LiveRequest], Kind]) -> None:
         self._kind_of = kind_of
-        self._lines: dict[Kind, list[tuple[Turn, LiveRequest]]] = {}
-        self._places: dict[RequestId, tuple[Kind | None, Turn, LiveRequest]] = {}
-        """Each request that waits, with its kind and its turn. A request without a kind is parked or behind a leader."""
+        self._lanes: dict[Kind, dict[Line, Branch]] = {}
+        self._flows: dict[Line, Flows] = {}
+        """The flows of each line, also of lines in which nobody waits: a few, since the settings name the classes."""
+        self._places: dict[RequestId, tuple[Kind | None, LiveRequest]] = {}
+        """Each request that waits, with its kind. A request without a kind is parked, alone or behind a leader."""
         self._parked: dict[RequestId, LiveRequest] = {}
         self._behind: dict[RequestId, dict[RequestId, LiveRequest]] = {}
         """The siblings that wait for their leader, by its id."""
+        self._alone: dict[RequestId, LiveRequest] = {}
+        """The requests that wait until they may run alone."""
         self.fresh: dict[Kind, None] = {}
         """The kinds whose first request may have changed since `fresh` was cleared."""
 
     def add(self, request: LiveRequest) -> None:
         """Insert a request at its turn."""
-        self._insert(request, self._kind_of(request), turn_of(request))
+        self._insert(request, self._kind_of(request))
 
     def add_behind(self, request: LiveRequest) -> None:
         """Let a sibling wait for its leader. It has no place in the order until `free` gives it one."""
         self._behind.setdefault(request.leader, {})[request.request_id] = request
-        self._places[request.request_id] = None, turn_of(request), request
+        self._places[request.request_id] = None, request
+
+    def add_alone(self, request: LiveRequest) -> None:
+        """Let a suspect wait until it may run alone. Nobody waits for it, and it waits for no room beside others."""
+        self._alone[request.request_id] = request
+        self._places[request.request_id] = None, request
+
+    def is_alone(self, request: LiveRequest) -> bool:
+        """Tell whether a request waits until it may run alone."""
+        return request.request_id in self._alone
+
+    def alone(self) -> list[LiveRequest]:
+        """Return the requests that wait until they may run alone, in the order of their turns."""
+        return sorted(self._alone.values(), key=own_turn) if self._alone else []
 
     def free(self, leader: RequestId) -> list[LiveRequest]:
         """Insert the siblings that wait for a leader at their turns, and return them."""
         siblings = list(self._behind.get(leader, {}).values())
         for request in siblings:
+            kind = self._kind_of(request)  # before anything changes: this may fail
             self._leave_leader(request)
-            self.add(request)
+            self._insert(request, kind)
         return siblings
 
     def _leave_leader(self, request: LiveRequest) -> None:
@@ -88,52 +152,101 @@ class WaitingRequests:
         if not siblings:
             del self._behind[request.leader]
 
-    def _insert(self, request: LiveRequest, kind: Kind, turn: Turn) -> None:
-        line = self._lines.setdefault(kind, [])
-        bisect.insort(line, (turn, request))
-        self._places[request.request_id] = kind, turn, request
+    def _insert(self, request: LiveRequest, kind: Kind) -> None:
+        line = line_of(request)
+        self._places[request.request_id] = kind, request  # comes first, so that a broken insertion can be removed
+        flows = self._flows.setdefault(line, Flows()).join(path_of(request), request.request_id)
+        self._sort_in(request, kind, line, flows)
+
+    def _sort_in(self, request: LiveRequest, kind: Kind, line: Line, flows: list[Flow]) -> None:
+        lane = self._lanes.setdefault(kind, {}).setdefault(line, Branch(LEVELS))
+        lane.add(flows, (own_turn(request), request))
+        self._places[request.request_id] = kind, request
         self.fresh[kind] = None
 
     def holds(self, request: LiveRequest) -> bool:
         """Tell whether a request waits."""
         place = self._places.get(request.request_id)
-        return place is not None and place[2] is request
+        return place is not None and place[1] is request
+
+    def kind(self, request: LiveRequest) -> Kind | None:
+        """Return the kind of a request that waits. None: it does not wait, is parked, or waits behind a leader."""
+        return self._places[request.request_id][0] if self.holds(request) else None
 
     def remove(self, request: LiveRequest) -> None:
         """Remove a request that waits."""
-        kind, turn, found = self._places[request.request_id]
+        kind, found = self._places[request.request_id]
         assert found is request
         if request.request_id in self._behind.get(request.leader, {}):
             self._leave_leader(request)
+        elif request.request_id in self._alone:
+            del self._alone[request.request_id]
         elif kind is None:
-            del self._parked[request.request_id]
+            self._parked.pop(request.request_id, None)
         else:
-            self._take(kind, turn)
+            self._take(kind, request)
         del self._places[request.request_id]
 
-    def _take(self, kind: Kind, turn: Turn) -> None:
-        line = self._lines[kind]
-        del line[bisect.bisect_left(line, (turn,))]
+    def _take(self, kind: Kind, request: LiveRequest) -> None:
+        """Take a request out of its lane. A broken call may be repeated."""
+        line, path = line_of(request), path_of(request)
         self.fresh[kind] = None
-        if not line:
-            del self._lines[kind]
+        if line in self._flows:
+            self._flows[line].leave(path, request.request_id)
+        lanes = self._lanes.get(kind, {})
+        if line in lanes:
+            lanes[line].remove(path, own_turn(request))
+            if not lanes[line]:
+                del lanes[line]
+                if not lanes:
+                    del self._lanes[kind]
+
+    def serve(self, request: LiveRequest, tokens: int, now_s: float) -> None:
+        """Charge the flows of a request that gets a worker, which need not have waited, for so many tokens. It is charged once,
+        however often it is placed."""
+        if request.charged_tokens is None:
+            request.charged_tokens = max(1, tokens)
+            self._flows.setdefault(line_of(request), Flows()).serve(path_of(request), request.charged_tokens, now_s)
+
+    def settle(self, request: LiveRequest, tokens: int) -> None:
+        """Charge the flows of a request that ends for what it took more than it was charged. It may not wait. Without this, a
+        client of long outputs would pay for the mean output of all clients."""
+        charged, flows = request.charged_tokens, self._flows.get(line_of(request))
+        if charged is not None and tokens > charged and flows is not None:
+            flows.charge(path_of(request), tokens - charged)
 
     def kinds(self) -> list[Kind]:
         """Return the kinds of which a request waits that is not parked."""
-        return list(self._lines)
+        return list(self._lanes)
 
-    def first(self, kind: Kind) -> tuple[Turn, LiveRequest] | None:
-        """Return the first request of a kind with its turn. None: no request of the kind waits."""
-        line = self._lines.get(kind)
-        return line[0] if line else None
+    def walk(self, kinds: Iterable[Kind]) -> Walk:
+        """Begin a walk over the first requests of these kinds."""
+        return Walk(self, kinds)
+
+    def firsts(self, kind: Kind) -> list[First]:
+        """Return the first request of a kind in each line."""
+        return [first for line in self._lanes.get(kind, {}) if (first := self.first(kind, line)) is not None]
+
+    def first(self, kind: Kind, line: Line) -> First | None:
+        """Return the first request of a kind in a line. None: there is none."""
+        lane = self._lanes.get(kind, {}).get(line)
+        if lane is None:
+            return None
+        flows, (own, request) = lane.first()
+        return First(_turn(request, own, line, flows), kind, request)
+
+    def turn_of(self, request: LiveRequest) -> Turn:
+        """Return the present turn of a request that waits, unless it is parked or behind a leader."""
+        line = line_of(request)
+        return _turn(request, own_turn(request), line, self._flows[line].along(path_of(request)))
 
     def park(self, request: LiveRequest) -> None:
         """Put a request aside that no linked worker could serve."""
-        kind, turn, _ = self._places[request.request_id]
+        kind, _ = self._places[request.request_id]
         if kind is not None:
+            self._take(kind, request)
             self._parked[request.request_id] = request
-            self._places[request.request_id] = None, turn, request
-            self._take(kind, turn)
+            self._places[request.request_id] = None, request
 
     def parked(self) -> list[LiveRequest]:
         """Return the parked requests. They are in no order: each look parks them anew, by their turns."""
@@ -141,50 +254,130 @@ class WaitingRequests:
 
     def unpark(self, request: LiveRequest) -> None:
         """Put a parked request back in its line."""
-        _, turn, _ = self._places[request.request_id]
-        self._insert(request, self._kind_of(request), turn)
+        kind = self._kind_of(request)
         del self._parked[request.request_id]
+        self._insert(request, kind)
 
     def sort_anew(self) -> None:
         """Find the kinds of all requests again, because the lengths of workers have changed."""
-        waiting = [(turn, request) for line in self._lines.values() for turn, request in line]
-        self._lines.clear()
-        for turn, request in waiting:
-            self._insert(request, self._kind_of(request), turn)
+        waiting = [item for lanes in self._lanes.values() for lane in lanes.values() for item in lane.requests()]
+        self._lanes.clear()
+        for _, request in waiting:
+            line = line_of(request)
+            self._sort_in(request, self._kind_of(request), line, self._flows[line].along(path_of(request)))
 
     def ahead_of(self, request: LiveRequest) -> int:
-        """Count the requests whose turn is before that of a request, which need not wait here."""
-        turn = turn_of(request)
-        return sum(bisect.bisect_left(line, (turn,)) for line in self._lines.values())
+        """Estimate how many requests will be served before one that need not wait here: those of its own call whose turn is
+        earlier, and as many of each flow beside. Of a line of another class, requests count whose turn is earlier."""
+        line, own = line_of(request), own_turn(request)
+        mine = self._ahead_in(line, path_of(request), own)
+        return mine + sum(self._ahead_in_other(other, mine, own) for other in self._flows if other != line)
+
+    def _ahead_in(self, line: Line, path: Path, own: OwnTurn) -> int:
+        ahead = sum(lanes[line].before(path, own) for lanes in self._lanes.values() if line in lanes)
+        flow: Flow | None = self._flows[line].root if line in self._flows else None
+        levels: list[Flow] = []
+        for name in path:
+            if flow is not None:
+                levels.append(flow)
+                flow = flow.below.get(name)
+        for level, name in zip(reversed(levels), reversed(path[: len(levels)]), strict=True):
+            ahead += sum(min(len(one.waiting), ahead + 1) for one in level.below.values() if one.name != name)
+        return ahead
+
+    def _ahead_in_other(self, line: Line, mine: int, own: OwnTurn) -> int:
+        lanes = [lanes[line] for lanes in self._lanes.values() if line in lanes]
+        if not any(self._time_of(lane) < own[0] for lane in lanes):
+            return 0
+        unknown = sum(lane.before(NOBODY, own) for lane in lanes)
+        return unknown + sum(min(len(one.waiting), mine + 1) for one in self._flows[line].root.below.values() if one.name)
+
+    def _time_of(self, lane: Branch) -> float:
+        flows, (own, request) = lane.first()
+        return _turn(request, own, line_of(request), flows).time_s
 
     def leaders(self) -> list[RequestId]:
         """Return the requests for which siblings wait."""
         return list(self._behind)
 
     def all(self) -> list[LiveRequest]:
-        """Return all requests in order of turns. This is a copy: the caller may remove requests while it walks over it."""
-        return [request for _, request in sorted((turn, request) for _, turn, request in self._places.values())]
+        """Return all requests by their own turns. This is a copy: the caller may remove requests while it walks over it."""
+        return sorted((request for _, request in self._places.values()), key=own_turn)
 
     def unsorted(self) -> list[LiveRequest]:
         """Return all requests in no order."""
-        return [request for _, _, request in self._places.values()]
+        return [request for _, request in self._places.values()]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def check_invariants(self) -> None:
-        """Assert that each request is in one line at its turn, or parked, or behind its leader."""
-        for kind, line in self._lines.items():
-            assert line
-            assert [turn for turn, _ in line] == sorted({turn for turn, _ in line})
-            for turn, request in line:
-                assert self._places[request.request_id] == (kind, turn, request)
-                assert turn == turn_of(request)
+        """Assert that each request is in one lane at its turn, or parked, or behind its leader, and that flows count them."""
+        for kind, lanes in self._lanes.items():
+            assert lanes
+            for line, lane in lanes.items():
+                for own, request in lane.requests():
+                    assert self._places[request.request_id] == (kind, request)
+                    assert (own, line) == (own_turn(request), line_of(request))
+        items: list[Item] = [one for lanes in self._lanes.values() for lane in lanes.values() for one in lane.requests()]
+        for line, flows in self._flows.items():
+            flows.check_invariants()
+            assert flows.root.waiting == {request.request_id for _, request in items if line_of(request) == line}
         for leader, siblings in self._behind.items():
             assert siblings
             assert all(request.leader == leader for request in siblings.values())
         behind = {request_id for siblings in self._behind.values() for request_id in siblings}
-        aside = {request_id for request_id, (kind, _, _) in self._places.items() if kind is None}
-        assert aside == self._parked.keys() | behind
+        aside = {request_id for request_id, (kind, _) in self._places.items() if kind is None}
+        assert aside == self._parked.keys() | behind | self._alone.keys()
+        assert not self._alone.keys() & (self._parked.keys() | behind)
         assert not self._parked.keys() & behind
-        assert len(self._places) == len(aside) + sum(len(line) for line in self._lines.values())
+        assert len(self._places) == len(aside) + len(items)
+
+
+def _turn(request: LiveRequest, own: OwnTurn, line: Line, flows: list[Flow]) -> Turn:
+    client = flows[0]
+    since_s = max(request.times.arrived_s, client.ready_s) if client.name else request.times.arrived_s
+    priority = line.priority if client.name else request.spec.priority
+    tags = tuple([part for flow in flows for part in flow.place])
+    return Turn(_time_s(request, since_s, priority), own[0], own[1], line, tags)
+
+
+class Walk:
+    """The order in which the first requests of some kinds are looked at: the first one of each line by fair queueing, and of
+    these the one whose time is first. The caller tells how each look ended: by `served`, or by `left`."""
+
+    def __init__(self, waiting: WaitingRequests, kinds: Iterable[Kind]) -> None:
+        self._waiting = waiting
+        self._heads: dict[Line, list[tuple[Turn, Kind]]] = {}
+        self._left: set[Kind] = set()
+        for kind in kinds:
+            for first in waiting.firsts(kind):
+                self._push(first)
+
+    def _push(self, first: First) -> None:
+        assert first.turn.line is not None
+        heapq.heappush(self._heads.setdefault(first.turn.line, []), (first.turn, first.kind))
+
+    def next(self) -> First | None:
+        """Return the next request to be looked at. None: the walk is over."""
+        return min((first for line in list(self._heads) if (first := self._first_of(line)) is not None), default=None)
+
+    def _first_of(self, line: Line) -> First | None:
+        """Return the first request of a line whose kind is not left. Tags rise while others are served, so heads are looked
+        at anew."""
+        heads = self._heads[line]
+        while heads:
+            turn, kind = heads[0]
+            first = None if kind in self._left else self._waiting.first(kind, line)
+            if first is None:
+                heapq.heappop(heads)
+            elif first.turn == turn:
+                return first
+            else:
+                heapq.heapreplace(heads, (first.turn, kind))
+        del self._heads[line]
+        return None
+
+    def left(self, kind: Kind) -> None:
+        """Look at no more requests of a kind."""
+        self._left.add(kind)

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.worker import Role
 from pdserve.observe.snapshot import COUNTS, ClassSnapshot, ClusterSnapshot, PairSnapshot, WorkerSnapshot
 from pdserve.rpc.codec import demand_to_wire, hello_to_fields, load_to_fields, utilisation_to_fields
-from pdserve.rpc.v1 import inference_pb2
+from pdserve.rpc.v1 import common_pb2, inference_pb2
+
+ROLES: Final = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 
 
-def cluster_state_to_wire(cluster: ClusterSnapshot, block_size: int) -> inference_pb2.GetClusterStateResponse:
-    """Return the message of a snapshot. `block_size` is in tokens."""
+def cluster_state_to_wire(
+    cluster: ClusterSnapshot, block_size: int, page_size: int = 0, page_token: str = ""
+) -> inference_pb2.GetClusterStateResponse:
+    """Return the message of a snapshot, with one page of its workers. `block_size` is in tokens.
+
+    `page_size` 0: all workers. `page_token` is that of the page before. It names a place in the order of workers, so those
+    that come and go between two pages move no others. Raises `InvalidRequest` for a token that is none.
+    """
+    after = _place(page_token)
+    workers = [worker for worker in cluster.workers if after is None or _order(worker) > after]
+    page = workers[:page_size] if page_size else workers
+    shown = {worker.hello.worker_id for worker in page}
+    paged = page_size > 0 or after is not None
+    counts = [one for one in cluster.set_aside_counts if not paged or one[1] in shown]
     return inference_pb2.GetClusterStateResponse(
         router_incarnation=cluster.router_incarnation,
         queued_requests=cluster.queued_requests,
         running_requests=cluster.running_requests,
-        workers=[_worker_state(worker) for worker in cluster.workers],
+        workers=[_worker_state(worker) for worker in page],
         set_aside_pairs=[_set_aside(pair) for pair in cluster.set_aside],
+        num_set_aside_pairs=cluster.num_set_aside,
+        set_aside_counts=[
+            inference_pb2.SetAsideCount(worker_id=worker_id, role=ROLES[role], pairs=count) for role, worker_id, count in counts
+        ],
+        poisoned_workers=[inference_pb2.PoisonedWorker(worker_id=name, pid=pid) for name, pid in cluster.poisoned],
         block_size=block_size,
         exact=cluster.exact,
         demand=demand_to_wire(cluster.demand),
         classes=[_class_state(one, cluster.classes_window_s) for one in cluster.classes],
+        next_page_token=_token(page[-1]) if len(page) < len(workers) else "",
     )
+
+
+def _order(worker: WorkerSnapshot) -> tuple[bool, str]:
+    """Return the place of a worker in snapshots: prefill workers first, and each pool by worker id."""
+    return worker.hello.role is Role.DECODE, worker.hello.worker_id
+
+
+def _token(worker: WorkerSnapshot) -> str:
+    return f"{worker.hello.role.value}/{worker.hello.worker_id}"
+
+
+def _place(token: str) -> tuple[bool, str] | None:
+    if not token:
+        return None
+    role, slash, worker_id = token.partition("/")
+    if not slash or role not in (Role.PREFILL.value, Role.DECODE.value):
+        raise InvalidRequest("page_token is not one that an answer had; begin without one", field="page_token")
+    return role == Role.DECODE.value, worker_id
 
 
 def _class_state(one: ClassSnapshot, window_s: float) -> inference_pb2.ClassState:

@@ -1,5 +1,5 @@
-"""The progress of a drain or a role flip: what the worker still has, told whenever it changes. This reads snapshots and changes
-nothing."""
+"""The progress of a drain or a role flip: what the worker still has, told whenever it changes. This reads the state of the one
+worker and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import Final
 
 from pdserve.core.errors import ReplicaLost, StaleOrder, UnknownWorker
 from pdserve.core.worker import Role
-from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import WorkerSnapshot
+from router.api.router_api import AdminApi
 
-LOOK_S: Final = 0.2  # the time between two looks; a snapshot costs microseconds, and a person watches
+LOOK_S: Final = 0.2  # the time between two looks; one worker's state costs microseconds, and a person watches
 QUIET_S: Final = 1.0  # the longest time between two messages: a silent stream looks like a dead one
 
 JOIN_TIMEOUT_S: Final = 60.0
 """A worker that has left for another role is back within this time. Its transport starts in seconds, or fails after as many."""
+
+MAX_NAMES: Final = 20
+"""An error names so many workers. A refusal of a call has room for some KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +37,33 @@ class Progress:
     """The new incarnation of a worker that has changed its role, in the last message."""
 
 
-def find(snapshot: ClusterSnapshot, worker_id: str, incarnation: int = 0) -> WorkerSnapshot:
-    """Return a worker of the snapshot. `incarnation` 0: it may have any.
+Look = Callable[[str], WorkerSnapshot | None]
+"""Returns the state of a linked worker by its id."""
 
-    Raises `UnknownWorker`, naming the workers that are linked, and `StaleOrder` for a worker of another incarnation.
+
+def find(router: AdminApi, worker_id: str, incarnation: int = 0) -> WorkerSnapshot:
+    """Return the state of a worker. `incarnation` 0: it may have any.
+
+    Raises `UnknownWorker`, naming some of the workers that are linked, and `StaleOrder` for a worker of another incarnation.
     """
-    for worker in snapshot.workers:
-        if worker.hello.worker_id == worker_id:
-            if incarnation not in (0, worker.hello.incarnation):
-                raise StaleOrder(f"{worker_id!r} has incarnation {worker.hello.incarnation:x} now, not {incarnation:x}")
-            return worker
-    known = ", ".join(worker.hello.worker_id for worker in snapshot.workers) or "none"
-    raise UnknownWorker(f"{worker_id!r} is not linked to this router; linked: {known}", field="worker_id")
+    worker = router.worker(worker_id)
+    if worker is None:
+        names = [one.hello.worker_id for one in router.snapshot().workers]
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        known = (", ".join(names[:MAX_NAMES]) or "none") + more
+        raise UnknownWorker(f"{worker_id!r} is not linked to this router; linked: {known}", field="worker_id")
+    if incarnation not in (0, worker.hello.incarnation):
+        raise StaleOrder(f"{worker_id!r} has incarnation {worker.hello.incarnation:x} now, not {incarnation:x}")
+    return worker
 
 
-async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot) -> AsyncIterator[Progress]:
+async def follow(look: Look, worker: WorkerSnapshot) -> AsyncIterator[Progress]:
     """Yield the progress until this incarnation of the worker is gone. A worker of the same name that joins later is another
     one."""
     loop = asyncio.get_running_loop()
     began_s = told_s = loop.time()
     told: Progress | None = None
-    while (left := _left_on(snapshot(), worker)) is not None:
+    while (left := _left_on(look, worker)) is not None:
         now_s = loop.time()
         if left != told or now_s - told_s >= QUIET_S:
             told, told_s = left, now_s
@@ -62,7 +72,7 @@ async def follow(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot
     yield Progress(elapsed_s=loop.time() - began_s, done=True)
 
 
-async def follow_flip(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSnapshot, role: Role) -> AsyncIterator[Progress]:
+async def follow_flip(look: Look, worker: WorkerSnapshot, role: Role) -> AsyncIterator[Progress]:
     """Yield the progress until the worker has joined in its new role. The last message names its new incarnation.
 
     Raises `ReplicaLost` when the worker comes back in its old role, or not within `JOIN_TIMEOUT_S` after it has left: its
@@ -70,11 +80,11 @@ async def follow_flip(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSna
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    async for progress in follow(snapshot, worker):
+    async for progress in follow(look, worker):
         if not progress.done:
             yield progress
     left_s = told_s = loop.time()
-    while (joined := _linked(snapshot(), worker)) is None:
+    while (joined := look(worker.hello.worker_id)) is None:
         now_s = loop.time()
         if now_s - left_s > JOIN_TIMEOUT_S:
             raise ReplicaLost(f"{worker.hello.worker_id!r} has left and has not come back within {JOIN_TIMEOUT_S:.0f} s")
@@ -89,14 +99,10 @@ async def follow_flip(snapshot: Callable[[], ClusterSnapshot], worker: WorkerSna
     yield Progress(elapsed_s=loop.time() - began_s, done=True, incarnation=joined.hello.incarnation)
 
 
-def _linked(snapshot: ClusterSnapshot, worker: WorkerSnapshot) -> WorkerSnapshot | None:
-    return next((now for now in snapshot.workers if now.hello.worker_id == worker.hello.worker_id), None)
-
-
-def _left_on(snapshot: ClusterSnapshot, worker: WorkerSnapshot) -> Progress | None:
+def _left_on(look: Look, worker: WorkerSnapshot) -> Progress | None:
     """Return what is left on the worker. None: it has left."""
-    for now in snapshot.workers:
-        if (now.hello.worker_id, now.hello.incarnation) == (worker.hello.worker_id, worker.hello.incarnation):
-            blocks = now.load.blocks.held + now.load.blocks.quarantined
-            return Progress(now.requests_placed, now.load.running_sequences, now.load.leases_held, blocks)
-    return None
+    now = look(worker.hello.worker_id)
+    if now is None or now.hello.incarnation != worker.hello.incarnation:
+        return None
+    blocks = now.load.blocks.held + now.load.blocks.quarantined
+    return Progress(now.requests_placed, now.load.running_sequences, now.load.leases_held, blocks)

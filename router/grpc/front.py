@@ -47,7 +47,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Run one request and stream its tokens. gRPC cancels this task when the client leaves; closing the generation then
         cancels the request at once."""
         try:
-            call = await self._asked(request, context.time_remaining())
+            call = (await self._asked(request, context.time_remaining())).of_client(self._client(context))
             if not call.choices.plain:
                 await self._several(call, context)
                 return
@@ -98,7 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 batch = generate_batch(
                     request, call_remaining_s=remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
                 )
-            await run_batch(self._router, batch, context)
+            await run_batch(self._router, batch.of_client(self._client(context)), context)
         except PdserveError as exc:
             await status.abort(context, exc)
 
@@ -114,6 +114,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         parsed = await self._parse(job)
         assert isinstance(parsed, GenerateCall)
         return parsed
+
+    def _client(self, context: Any) -> tuple[str, str, str]:
+        """Return the names of the client, its connection and a new call."""
+        clients = self._router.clients
+        shown = None
+        if clients.header:
+            shown = next((value for name, value in context.invocation_metadata() or () if name == clients.header), None)
+        return clients.of_peer(context.peer(), shown if isinstance(shown, str) else None)
 
     async def _parse(self, job: Job) -> Parsed:
         with self._budget.share() as share:

@@ -49,7 +49,7 @@ def error_response(error: PdserveError) -> inference_pb2.GenerateError:
 
 def _report(report: Report) -> inference_pb2.RequestReport:
     values = report.values()
-    for name in (*_COUNTS, "retry_reasons", "rebinds"):
+    for name in (*_COUNTS, "retry_reasons", "rebinds", "migrations"):
         del values[name]
     values["placement"] = placement_to_wire(report.placement)
     return inference_pb2.RequestReport(**values)

@@ -46,6 +46,7 @@ class ScalingMailbox:
         self._polled_s = -math.inf
         self._report = scaling_pb2.ScalingReport()
         self._order: scaling_pb2.ScaleOrder | None = None
+        self._followed = 0  # the order that an actuator of an earlier term took, which its successor knows from it
         self._history: deque[_Past] = deque(maxlen=HISTORY)
 
     def scale(self, sizes: scaling_pb2.ScaleRequest, now_s: float) -> int:
@@ -73,12 +74,14 @@ class ScalingMailbox:
             self.check_term(request.term)
         else:
             self._term, self._next_term = self._next_term, self._next_term + 1
+            self._followed = max(self._followed, self._report.order)
         self._actuator, self._polled_s = request.actuator, now_s
         for event in request.report.events:
             self._history.append(_Past(now_s - event.age_s, event))
         self._report.CopyFrom(request.report)
         del self._report.events[:]
-        return scaling_pb2.ActuateResponse(term=self._term, order=self._order)
+        order = self._order if self._order is not None and self._order.number != self._followed else None
+        return scaling_pb2.ActuateResponse(term=self._term, order=order)
 
     def check_term(self, term: int) -> None:
         """Check that the term has not ended. 0, the term of an operator, never ends. Raises `StaleOrder`."""

@@ -20,9 +20,11 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.router_api import RouterApi
 from router.http.answer import answer
-from router.http.body import BodyRefused, header, read_body, refuse_body
+from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
+from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
 from router.http.exchange import exchange_of
+from router.http.metrics import metrics_route
 from router.http.reply import Reply
 from router.http.responses import respond
 from router.http.running_calls import RunningCalls
@@ -37,7 +39,7 @@ from router.parsing.parse import Job, Kind
 from router.parsing.parser import INLINE_BYTES, RequestParser
 
 DEFAULT_LIMITS: Final = RouterConfig()
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+MOST_CONNECTIONS: Final = 1 << 16  # about 30 KiB each
 CLASS_HEADER: Final = "x-slo-class"
 SESSION_HEADER: Final = "x-session-id"
 MAX_PATH_CHARS: Final = 200  # of a path that an error names
@@ -46,11 +48,21 @@ __all__ = ["HttpServer", "build_app", "serve_http"]
 
 
 async def serve_http(
-    api: RouterApi, parser: RequestParser, host: str, port: int, limits: RouterConfig = DEFAULT_LIMITS
+    api: RouterApi,
+    parser: RequestParser,
+    host: str,
+    port: int,
+    limits: RouterConfig = DEFAULT_LIMITS,
+    most_connections: int = MOST_CONNECTIONS,
 ) -> HttpServer:
-    """Listen and serve until the result is closed. Port 0 means any free port. Raises `ConfigError` naming the flag."""
+    """Listen and serve until the result is closed. Port 0 means any free port. Raises `ConfigError` naming the flag.
+
+    Without `limits.max_connections`, the connections follow the streams that the router can serve, up to `most_connections`.
+    """
     running = RunningCalls()
-    return await start_server(_app(api, parser, running, limits), running, host, port, limits)
+    fixed = limits.max_connections
+    table = ConnectionTable(fixed or (lambda: min(api.streams, most_connections)), api.connection_refused)
+    return await start_server(_app(api, parser, running, limits), running, host, port, limits, table)
 
 
 def build_app(api: RouterApi, parser: RequestParser) -> Application:
@@ -60,6 +72,7 @@ def build_app(api: RouterApi, parser: RequestParser) -> Application:
 
 def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Application:
     info = _Info(api)
+    metrics = [metrics_route(api, limits)] if limits.metrics_on_http else []
     budget = BodyBudget(limits.max_inflight_body_bytes)
     generate = {
         "/v1/completions": _Generate(api, parser, running, budget, Kind.COMPLETION),
@@ -76,7 +89,7 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
-        Route("/metrics", info.metrics),
+        *metrics,
         Route("/version", info.version),
         Route("/openapi.json", openapi),
         Route("/docs", docs),
@@ -129,6 +142,7 @@ class _Generate:
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call | ResponsesCall)
+            call = call.of_client(client_of(scope, self._api.clients))
             reply.name(call.request_id, call.correlation_id)
             if call.ignored.count:
                 self._api.ignored_fields(self._kind.value, call.ignored.count)
@@ -163,9 +177,6 @@ class _Info:
         if self._api.ready:
             return _json({"status": "ready"})
         return _json({"status": "unavailable", "reason": self._api.not_ready_reason}, 503)
-
-    async def metrics(self, _: Request) -> Response:
-        return Response(self._api.metrics(), media_type=METRICS_TYPE)
 
     async def version(self, _: Request) -> Response:
         return _json({"version": __version__})

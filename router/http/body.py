@@ -8,6 +8,7 @@ from typing import Final
 from starlette.types import Receive, Scope
 
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
+from router.api.client_names import ClientNames
 from router.http.exchange import Exchange
 from router.http.reply import Reply
 from router.parsing.body_budget import BodyShare
@@ -93,6 +94,12 @@ async def _discard(receive: Receive) -> None:
 
 def _too_large(max_bytes: int) -> BodyRefused:
     return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
+
+
+def client_of(scope: Scope, clients: ClientNames) -> tuple[str, str, str]:
+    """Return the names of the client, its connection and a new call."""
+    host, port = scope.get("client") or ("", 0)
+    return clients.of(host, f"{host} {port}", header(scope, clients.header) if clients.header else None)
 
 
 def header(scope: Scope, name: str) -> str | None:

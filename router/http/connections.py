@@ -6,6 +6,7 @@ that neither idle clients nor clients that send a head very slowly lock others o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -20,10 +21,17 @@ class ConnectionTable:
     """The connections of one HTTP server, which owns this. At most `max_connections` are in it, each from `admit` to
     `forget`."""
 
-    def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
+    def __init__(self, limit: int | Callable[[], int], on_refused: Callable[[], None] = lambda: None) -> None:
+        """`limit`: the number, or what returns the present one. `on_refused` hears of each connection that gets no place."""
+        self._limit = limit
+        self._on_refused = on_refused
         self._all: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # the one that has waited longest comes first
+
+    @property
+    def max_connections(self) -> int:
+        """The number of connections that may be in the table now."""
+        return self._limit() if callable(self._limit) else self._limit
 
     def __len__(self) -> int:
         return len(self._all)
@@ -32,6 +40,7 @@ class ConnectionTable:
         """Give the connection a place, if need be that of the one that has waited longest. False: all places serve requests."""
         if len(self._all) >= self.max_connections:
             if not self._waiting:
+                self._on_refused()
                 return False
             oldest = next(iter(self._waiting))
             self.forget(oldest)

@@ -55,9 +55,17 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
-async def start_server(app: ASGIApp, running: RunningCalls, host: str, port: int, limits: RouterConfig) -> HttpServer:
+async def start_server(
+    app: ASGIApp,
+    running: RunningCalls,
+    host: str,
+    port: int,
+    limits: RouterConfig,
+    table: ConnectionTable,
+    flag: str = "--http-port",
+) -> HttpServer:
     """Listen and serve. Raises `ConfigError` naming the flag when the address is not available."""
-    sock = await _listen(host, port, limits.stalled_client_s)
+    sock = await _listen(host, port, limits.stalled_client_s, flag)
     try:
         config = uvicorn.Config(
             app, http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
@@ -65,7 +73,6 @@ async def start_server(app: ASGIApp, running: RunningCalls, host: str, port: int
         )  # fmt: skip
         config.load()
         state = ServerState()
-        table = ConnectionTable(limits.max_connections)
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
@@ -78,12 +85,12 @@ async def start_server(app: ASGIApp, running: RunningCalls, host: str, port: int
     return HttpServer(server, state, running, sock.getsockname()[1])
 
 
-async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socket:
+async def _listen(host: str, port: int, stalled_client_s: float, flag: str) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as exc:
-        raise ConfigError(f"--host: {host!r} is not an address of this machine: {exc.strerror}") from exc
+        raise ConfigError(f"{_host_flag(flag)}: {host!r} is not an address of this machine: {exc.strerror}") from exc
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
@@ -92,7 +99,7 @@ async def _listen(host: str, port: int, stalled_client_s: float) -> socket.socke
         sock.listen(BACKLOG)  # finds a second listener now, which listen(2) would otherwise refuse later
     except OSError as exc:
         sock.close()
-        raise _cannot_bind(exc, host, port) from exc
+        raise _cannot_bind(exc, host, port, flag) from exc
     return sock
 
 
@@ -108,9 +115,14 @@ def _set_options(sock: socket.socket, stalled_client_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, user_timeout, int(stalled_client_s * 1000))
 
 
-def _cannot_bind(exc: OSError, host: str, port: int) -> ConfigError:
+def _cannot_bind(exc: OSError, host: str, port: int, flag: str) -> ConfigError:
     if exc.errno == errno.EADDRINUSE:
-        return ConfigError(f"--http-port: port {port} of {host} is in use; choose another, or 0 for any free one")
+        return ConfigError(f"{flag}: port {port} of {host} is in use; choose another, or 0 for any free one")
     if exc.errno == errno.EACCES:
-        return ConfigError(f"--http-port: port {port} needs privileges that this process lacks; choose one from 1024")
-    return ConfigError(f"--host: cannot listen on {host}, port {port}: {exc.strerror}")
+        return ConfigError(f"{flag}: port {port} needs privileges that this process lacks; choose one from 1024")
+    return ConfigError(f"{_host_flag(flag)}: cannot listen on {host}, port {port}: {exc.strerror}")
+
+
+def _host_flag(flag: str) -> str:
+    """Return the name of the host that belongs to the port of a flag."""
+    return "--host" if flag.startswith("--") else flag.replace("_port", "_host")

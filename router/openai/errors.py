@@ -7,7 +7,7 @@ import math
 from typing import Any, Final
 
 from pdserve.core.error_table import TABLE, retry_after_s
-from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError
+from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError, RouterStopping
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
 """Clients match on the codes that OpenAI itself has. For other errors our own codes say more."""
@@ -27,9 +27,10 @@ def error_payload(error: PdserveError) -> dict[str, Any]:
 
 def error_headers(error: PdserveError) -> list[tuple[bytes, bytes]]:
     """Return Retry-After where waiting helps. OpenAI's clients repeat every other 5xx by themselves, so those get
-    x-should-retry: false."""
+    x-should-retry: false. A router that ends closes the connection, so that the next try goes elsewhere."""
     row = TABLE[error.code]
     wait_s = retry_after_s(error)
     if wait_s is not None:
-        return [(b"retry-after", str(max(1, math.ceil(wait_s))).encode())]
+        close = [(b"connection", b"close")] if isinstance(error, RouterStopping) else []
+        return [(b"retry-after", str(max(1, math.ceil(wait_s))).encode()), *close]
     return [(b"x-should-retry", b"false")] if row.http >= 500 else []

@@ -56,6 +56,10 @@ class Call:
     shown: PromptShown = NOTHING_SHOWN
     names: Names = ()
 
+    def of_client(self, client: tuple[str, ...]) -> Call:
+        """Return the call with the names of its client in each request."""
+        return replace(self, inputs=tuple([replace(one, client=client) for one in self.inputs]))
+
 
 @dataclass(frozen=True, slots=True)
 class ClassHeaders:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
@@ -38,6 +38,10 @@ class GenerateCall:
     input: GenerateInput
     choices: Choices
 
+    def of_client(self, client: tuple[str, ...]) -> GenerateCall:
+        """Return the request with the names of its client."""
+        return replace(self, input=replace(self.input, client=client))
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -57,6 +61,10 @@ class Batch:
     """The requests of one call."""
 
     calls: tuple[GenerateCall | Refused, ...]
+
+    def of_client(self, client: tuple[str, ...]) -> Batch:
+        """Return the requests with the names of their client."""
+        return Batch(tuple([one if isinstance(one, Refused) else one.of_client(client) for one in self.calls]))
 
 
 def generate_batch(

@@ -13,9 +13,10 @@ from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
 from pdserve.core.logprobs import check_prompt_logprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
+from router.api.client_names import number_of
 from router.api.identity import new_request_id
 from router.api.request import SESSION_ID, GenerateInput, Prompt, is_chat
 from router.core.events import Submit
@@ -47,9 +48,11 @@ class Admission:
         draw_seed: Callable[[], int],
         shared_block_size: Callable[[], int | None] = lambda: None,
         check_grammar: CheckGrammar = _no_grammars,
+        model_digest: Callable[[], str] = lambda: "",
     ) -> None:
         """`shared_block_size` returns the tokens of a block of the workers that share blocks. None: no worker shares any.
-        `check_grammar` raises the error of a constraint that does not compile."""
+        `check_grammar` raises the error of a constraint that does not compile. `model_digest` returns that of the workers'
+        weights, which is part of the names of their blocks; empty: nobody knows it."""
         self._check_grammar = check_grammar
         self._config = config
         self._model = model
@@ -57,7 +60,7 @@ class Admission:
         self._encoder = encoder
         self._draw_seed = draw_seed
         self._shared_block_size = shared_block_size
-        self._keys = PromptKeys(model.card.fingerprint)
+        self._keys = PromptKeys(lambda: model_digest() or model.card.fingerprint)
         self._classes = config.classes()
 
     async def admit(self, request: GenerateInput, *, arrived_s: float, leader: Submit | None = None) -> Submit:
@@ -70,8 +73,9 @@ class Admission:
         _check_correlation_id(request.correlation_id)
         SESSION_ID.check("session_id", request.session_id)
         slo = self._class_of(request.slo_class)
-        deadline_s = self._deadline_s(request.deadline_s)
+        deadline_s = self._deadline_s(request.deadline_s, slo)
         check_limits(RequestSpec, request.options)
+        self._check_priority(request.options)
         check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
         try:
             async with asyncio.timeout(deadline_s):
@@ -88,11 +92,13 @@ class Admission:
         else:
             prompt_ids = leader.spec.prompt_ids
         self._check_length(request.prompt, prompt_ids)
+        self._check_placement(request.placement, len(prompt_ids))
         spec = RequestSpec(
             prompt_ids,
             self._sampling(request.sampling, len(prompt_ids)),
             **self._options(request.options, slo),
             tpot_s=slo.tpot_s or 0.0,
+            client=number_of(request.client[:-1]),
             constraint=request.constraint,
         )
         if request.constraint is not None and (leader is None or request.constraint != leader.spec.constraint):
@@ -108,6 +114,7 @@ class Admission:
             session_id=request.session_id,
             prefix_keys=await self._prefix_keys(spec, leader),
             leader=RequestId("") if leader is None else leader.request_id,
+            client=request.client,
         )
 
     async def _prefix_keys(self, spec: RequestSpec, leader: Submit | None) -> tuple[int, ...]:
@@ -128,9 +135,28 @@ class Admission:
 
     def _class_of(self, name: str) -> SloClass:
         found = self.known_class(name)
-        if found is None:
-            raise InvalidRequest(f"{name!r:.100} is not a class here; {', '.join(self._classes)} are", field="slo_class")
+        if found is None or not (found.client or not name):
+            may = ", ".join(one.name for one in self._classes.values() if one.client)
+            reserved = "" if found is None else " that clients may name (router.slo_classes sets its `client` to false)"
+            raise InvalidRequest(f"{name!r:.100} is not a class here{reserved}; {may} are", field="slo_class")
         return found
+
+    def _check_priority(self, options: Mapping[str, Any]) -> None:
+        """Refuse a head start that the settings do not grant. It is not cut down in silence."""
+        most, asked = self._config.max_client_priority, options.get("priority", 0)
+        if asked > most:
+            raise InvalidRequest(f"must be at most {most} here (router.max_client_priority), got {asked}", field="priority")
+
+    def _check_placement(self, asked: Placement | None, prompt_len: int) -> None:
+        """Refuse to let a client put a long prompt on a decode worker, where it would slow all streams down."""
+        most = self._config.max_client_colocated_tokens
+        is_own = asked is Placement.COLOCATED and self._config.placement != asked.value
+        if is_own and most is not None and prompt_len > most:
+            raise InvalidRequest(
+                f"colocated is allowed for prompts of at most {most} tokens here (router.max_client_colocated_tokens), "
+                f"and this one has {prompt_len}",
+                field="placement",
+            )
 
     def _options(self, given: Mapping[str, Any], slo: SloClass) -> Mapping[str, Any]:
         """Return the options with the priority of the class added. The sum stays within the limits of a request's priority."""
@@ -138,15 +164,17 @@ class Admission:
             return given
         return {**given, "priority": min(_PRIORITY.high, max(_PRIORITY.low, given.get("priority", 0) + slo.priority))}
 
-    def _deadline_s(self, asked: float | None) -> float:
+    def _deadline_s(self, asked: float | None, slo: SloClass) -> float:
+        limit_s = min(self._config.max_deadline_s, slo.max_deadline_s or self._config.max_deadline_s)
         if asked is None:
-            return self._config.default_deadline_s
+            return min(limit_s, self._config.default_deadline_s)
         if math.isnan(asked):
             raise InvalidRequest("must be a number of seconds, got nan", field="deadline_s")
         if asked <= 0:
             raise DeadlineExceeded(f"deadline_s of {asked:.3g} s had passed when the request arrived")
-        if asked > self._config.max_deadline_s:
-            raise InvalidRequest(f"must be at most {self._config.max_deadline_s:g}, got {asked:g}", field="deadline_s")
+        if asked > limit_s:
+            of_class = "" if limit_s == self._config.max_deadline_s else f" for class {slo.name!r}"
+            raise InvalidRequest(f"must be at most {limit_s:g}{of_class}, got {asked:g}", field="deadline_s")
         return asked
 
     def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:

@@ -15,9 +15,15 @@ RESERVED: Final = 256
 refused."""
 OWN: Final = 64
 """This part of the reserved descriptors is for everything but admitted connections."""
-MAX_ADMINS: Final = 32
-"""The admin port takes at most this many connections: those of people and their scripts."""
+MAX_ADMINS: Final = 1024
+"""The admin port takes at most this many connections: those of people, their scripts, the actuator, and a hook for each worker
+of a large cluster that goes down at once."""
+ADMIN_SHARE: Final = 32
+"""It takes at most this part of the descriptors, so that a low limit leaves the others theirs."""
+ADMIN_DESCRIPTORS: Final = 3
+"""A connection to it needs so many: its own, and both ends of the one behind the gate."""
 MIN_CONNECTIONS: Final = 16
+MOST_CONNECTIONS: Final = 1 << 16  # of each port, where the settings name no number
 
 
 def raise_limit() -> int:
@@ -28,11 +34,15 @@ def raise_limit() -> int:
     return hard
 
 
-def share_of_clients(limit: int, max_connections: int) -> int:
+def share_of_clients(limit: int, max_connections: int | None) -> int:
     """Return how many connections the HTTP port and the gRPC port may each have in a process with `limit` descriptors.
+
+    `max_connections` None: as many as make sense; half of the descriptors that both could have stay for workers.
 
     Raises `ConfigError` when fewer than `MIN_CONNECTIONS` are left.
     """
+    if max_connections is None:
+        max_connections = max(MIN_CONNECTIONS, min(MOST_CONNECTIONS, (limit - RESERVED) // 4))
     share = min(max_connections, (limit - RESERVED) // 2)
     if share < MIN_CONNECTIONS:
         raise ConfigError(
@@ -44,6 +54,11 @@ def share_of_clients(limit: int, max_connections: int) -> int:
     return share
 
 
+def share_of_admins(limit: int) -> int:
+    """Return how many connections the admin port may have."""
+    return min(MAX_ADMINS, limit // ADMIN_SHARE)
+
+
 def share_of_links(limit: int, share_of_clients: int) -> int:
     """Return how many connections the link port may have: those that the client ports and the admin port leave."""
-    return limit - 2 * share_of_clients - MAX_ADMINS - OWN
+    return limit - 2 * share_of_clients - ADMIN_DESCRIPTORS * share_of_admins(limit) - OWN

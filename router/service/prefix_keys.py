@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from pdserve.core.block_hash import BlockHash, chain_salt, next_hash, root_hash
@@ -30,11 +31,12 @@ _Run = tuple[BlockHash, tuple[int, ...]]
 class PromptKeys:
     """Computes the keys of prompts. One loop uses it."""
 
-    def __init__(self, model_fingerprint: str, max_runs: int = MAX_RUNS) -> None:
-        self._model_salt = model_fingerprint.encode()
+    def __init__(self, model_name: Callable[[], str], max_runs: int = MAX_RUNS) -> None:
+        """`model_name` returns what the workers' salts name their weights by at present: their digest."""
+        self._model_name = model_name
         self._max_runs = max_runs
         self._memo: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
-        self._roots: OrderedDict[str, BlockHash] = OrderedDict()
+        self._roots: OrderedDict[tuple[str, str], BlockHash] = OrderedDict()
 
     async def of(self, prompt_ids: tuple[int, ...], cache_salt: str, block_size: int) -> tuple[int, ...]:
         """Return the keys of the first full blocks of a prompt, at most `MAX_BLOCKS`. Long prompts let the loop do other
@@ -68,9 +70,10 @@ class PromptKeys:
         return parent
 
     def _root(self, cache_salt: str) -> BlockHash:
-        root = self._roots.get(cache_salt)
+        name = self._model_name(), cache_salt
+        root = self._roots.get(name)
         if root is None:
-            root = self._roots[cache_salt] = root_hash(chain_salt(self._model_salt, cache_salt))
+            root = self._roots[name] = root_hash(chain_salt(name[0].encode(), cache_salt))
             if len(self._roots) > self._max_runs:
                 self._roots.popitem(last=False)
         return root

@@ -36,6 +36,7 @@ def record_of(request_id: RequestId, report: Report, outcome: FinishReason | Pds
         message=str(outcome) if failed else "",
         retry_reasons=report.retry_reasons,
         rebinds=report.rebinds,
+        migrations=report.migrations,
         predicted_ttft_s=report.predicted_ttft_s,
         correlation_id=report.correlation_id,
         slo_class=report.slo_class,

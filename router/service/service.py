@@ -15,24 +15,26 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Cancelled, Overloaded, PdserveError
+from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RouterStopping
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
+from pdserve.observe.metrics_pages import MetricsPages
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
+from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.core import events as ev
-from router.core.pairs import AsidePair
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
+from router.service.bound_limits import BoundLimits
 from router.service.buffered_generation import BufferedGeneration, Deliveries
 from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
@@ -43,6 +45,7 @@ from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
 from router.service.record import record_of
+from router.service.snapshots import cluster_snapshot, worker_snapshot
 from router.workers.link import Links, LinkService
 from router.workers.wire import Heard, WorkExplained, command_to_wire, welcome
 
@@ -50,9 +53,12 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1  # the time between ticks while requests run; a passed deadline is noticed at most so late
 LATE_S = 0.5  # no load makes the loop this late, so the process or the machine was stopped
+NOTED_LATE_S = 0.05  # a tick that is late by less is on time
 IDLE_TICK_S = 1.0  # the time between ticks while no request runs; only silent workers are looked for
 CHECK_TICKS = 50  # ticks between two checks of the core's books, if these are short enough for a millisecond
 CHECK_MAX_REQUESTS = 64
+LAST_WORD_S = 1.0  # the time in which clients read the end of a request that the router's end cuts off
+STOPPING = "the router is stopping"
 
 _PROGRESS = (ev.StepRows, ev.Reserved, ev.PrefillStarted, ev.KvCommitted)
 """Events that do not change whether workers are ready. If their worker was silent, the next tick notices that it is not."""
@@ -84,7 +90,8 @@ class RouterService:
         self.default_deadline_s = config.default_deadline_s
         self.incarnation = Incarnation(secrets.randbits(64))
         self.cancel_tokens = CancelTokens(self.incarnation, secrets.token_bytes(KEY_BYTES))
-        self.links: Links = links or LinkService(cluster_token, self.hear)
+        self.clients = ClientNames(config.fairness_key, secrets.token_bytes(KEY_BYTES))
+        self.links: Links = links or LinkService(cluster_token, self.hear, return_s=config.heartbeat_lost_s)
         apart = config.placement == Placement.DISAGGREGATED.value
         self._needed_roles = (Role.DECODE, Role.PREFILL) if apart else (Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
@@ -93,6 +100,8 @@ class RouterService:
         self._notes = notes
         self._attainment = Attainment()
         self._metrics = Metrics(self.snapshot)
+        self._bound = BoundLimits()
+        self._pages = MetricsPages(self.snapshot, self._metrics.page, clock)
         seed = secrets.randbits(64) if seed is None else seed
         self._core = RouterCore(config, model.card.fingerprint, rankings_of(config, self._metrics.policy_fault), seed)
         self._explainer = Explainer(self._core, self.links, clock)
@@ -109,6 +118,7 @@ class RouterService:
             lambda: secrets.randbelow(SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
             self._grammars.check,
+            lambda: self._core.registry.model_digest,
         )
         self._live: dict[RequestId, BufferedGeneration] = {}  # the core may still emit deltas of these
         self._open: dict[BufferedGeneration, None] = {}  # a client may still read from these
@@ -116,6 +126,10 @@ class RouterService:
         self._deliveries = Deliveries()
         self._busy = asyncio.Event()
         self._ready = False
+        self._leaving = False
+        self._all_taken = asyncio.Event()
+        self._last_word: PdserveError | None = None
+        """The error of all requests that are cancelled now, because the router ends. None: it does not end yet."""
         self._ready_flipped = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -126,6 +140,23 @@ class RouterService:
         logger.info("calls of tools are read by the parser %s, reasoning by %s", *forms)
         self._ticker = asyncio.create_task(self._tick_for_ever())
 
+    async def wind_down(self, limit_s: float, hurry: asyncio.Event) -> None:
+        """Refuse new requests, and let those that run end. After `limit_s`, or when `hurry` is set, the rest ends with
+        `RouterStopping`, and their clients get a moment to hear it."""
+        self._leaving = True
+        self._note_ready()
+        logger.info("%d requests run; new ones are refused", len(self._live))
+        if not self._open:
+            self._all_taken.set()
+        waits = [asyncio.create_task(event.wait()) for event in (hurry, self._all_taken)]
+        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self._last_word = RouterStopping(f"{STOPPING}: its time to finish streams is over; send the request again")
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        await _wait_set(self._all_taken, LAST_WORD_S)
+
     async def close(self) -> None:
         """Cancel every request and stop. The servers belong to those who made them, who close them. Idempotent."""
         for request_id in list(self._live):
@@ -134,6 +165,7 @@ class RouterService:
             ticker, self._ticker = self._ticker, None
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
+        self._pages.close()
         self._encoder.close()
         await self._grammars.close()
 
@@ -152,6 +184,8 @@ class RouterService:
             raise
 
     async def _admit(self, request: GenerateInput, arrived_s: float) -> ev.Submit:
+        if self._leaving:
+            raise RouterStopping(f"{STOPPING}, and takes no new requests: send the request again, to another router or later")
         try:
             leader = self._admitted.get(request.leader)
             submit = await self._admission.admit(request, arrived_s=arrived_s, leader=leader)
@@ -177,9 +211,9 @@ class RouterService:
             self.tell(ev.ClientGone(RequestId(request_id)))
         return known
 
-    def drain(self, worker_id: str) -> None:
+    def drain(self, worker_id: str, *, force: bool = False) -> None:
         """Implements `AdminApi.drain`."""
-        self.tell(ev.DrainAsked(WorkerId(worker_id)))
+        self.tell(ev.DrainAsked(WorkerId(worker_id), spare_last=not force))
 
     def flip(self, worker_id: str, role: Role, incarnation: int) -> None:
         """Implements `AdminApi.flip`."""
@@ -226,6 +260,8 @@ class RouterService:
     @property
     def not_ready_reason(self) -> str:
         """The reason why a request that names no placement would not be served now. Empty: it would be served."""
+        if self._leaving:
+            return STOPPING
         for role in self._needed_roles:
             if not any(self._serves(worker) for worker in self._core.registry.of_role(role)):
                 return f"no {role.value} worker is ready"
@@ -271,35 +307,36 @@ class RouterService:
         """Implements `RouterApi.ignored_fields`."""
         self._metrics.ignored_fields(endpoint, count)
 
+    @property
+    def streams(self) -> int:
+        """Implements `RouterApi.streams`."""
+        return self._core.limits.streams
+
+    def connection_refused(self) -> None:
+        """Implements `RouterApi.connection_refused`."""
+        self._bound.note("connections")
+
+    async def metrics_page(self, *, per_worker: bool) -> bytes:
+        """Implements `RouterApi.metrics_page`."""
+        return await self._pages.page(per_worker=per_worker)
+
     def metrics(self) -> bytes:
-        """Implements `RouterApi.metrics`."""
+        """Return all metrics of this moment. The loop stands still meanwhile, so this is for small clusters in one process."""
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
         """Implements `AdminApi.snapshot`. Metrics show it as well."""
         now_s = self._clock()
-        queued = len(self._core.waiting)
-        return ClusterSnapshot(
-            router_incarnation=self.incarnation,
-            queued_requests=queued,
-            running_requests=self._core.num_requests - queued,
-            workers=tuple(self._worker_snapshot(worker, now_s) for worker in sorted(self._core.registry, key=_pool_order)),
-            set_aside=tuple(_pair_snapshot(pair, now_s) for pair in self._core.pairs.set_aside(now_s=now_s)),
-            exact=self._core.registry.exact,
-            prefixes=self._prefix_snapshot(),
-            picks=self._picks(),
-            classes=self._attainment.classes(now_s),
-            classes_window_s=WINDOW_S,
-            demand=self._core.demand(now_s=now_s, uptime_s=now_s - self._started_s),
+        classes = self._attainment.classes(now_s), WINDOW_S
+        self._note_bound()
+        return cluster_snapshot(
+            self._core, self.incarnation, classes, self._bound.counts, now_s=now_s, uptime_s=now_s - self._started_s
         )
 
-    def _picks(self) -> tuple[PickSnapshot, ...]:
-        counted = self._core.placer.picks.items()
-        return tuple(PickSnapshot(role, policy, why.value, count) for (role, policy, why), count in counted)
-
-    def _prefix_snapshot(self) -> PrefixSnapshot:
-        index, predicted = self._core.prefix_index, self._core.placer.predicted_tokens
-        return PrefixSnapshot(index.keys, index.bytes, index.evicted, index.resyncs, tuple(predicted.items()))
+    def worker(self, worker_id: str) -> WorkerSnapshot | None:
+        """Implements `AdminApi.worker`."""
+        worker = self._core.registry.find(WorkerId(worker_id))
+        return None if worker is None else worker_snapshot(self._core, worker, now_s=self._clock())
 
     # Events in, effects out --------------------------------------------------------------------------------------------
 
@@ -360,7 +397,7 @@ class RouterService:
             elif isinstance(effect, ev.EmitDone):
                 self._ended(effect.request_id, effect, None)
             elif isinstance(effect, ev.EmitFailed):
-                self._ended(effect.request_id, effect, effect.error)
+                self._ended(effect.request_id, effect, self._last_word or effect.error)
             elif isinstance(effect, ev.ReportBug):
                 bug = bug or effect.bug
             elif (failure := unsendable(effect, self._core.registry)) is not None:  # the present effects come first
@@ -382,6 +419,8 @@ class RouterService:
     def _released(self, generation: BufferedGeneration) -> None:
         """Cancel the request if it still runs: its client has taken all of it, or is gone."""
         self._open.pop(generation, None)
+        if self._leaving and not self._open:
+            self._all_taken.set()
         self._admitted.pop(generation.request_id, None)
         if self._live.get(RequestId(generation.request_id)) is generation:
             self.tell(ev.ClientGone(RequestId(generation.request_id)))
@@ -390,27 +429,37 @@ class RouterService:
 
     async def _tick_for_ever(self) -> None:
         """Tick until cancelled. After the process stood still one tick is left out, so that heartbeats that wait in the sockets
-        are read before a worker is found silent."""
-        late = False
+        are read before a worker is found silent. The time by which ticks were late is told with the next one."""
+        late, late_s = False, 0.0
         for turn in itertools.count():
             began_s = self._clock()
+            due_s = TICK_S if self._open else IDLE_TICK_S
             if self._open:
-                await asyncio.sleep(TICK_S)
+                await asyncio.sleep(due_s)
             else:
                 self._busy.clear()
-                await self._wait_busy(IDLE_TICK_S)
-            late = not late and self._clock() - began_s > IDLE_TICK_S + LATE_S
+                await self._wait_busy(due_s)
+            passed_s = self._clock() - began_s
+            late = not late and passed_s > IDLE_TICK_S + LATE_S
+            late_s += passed_s - due_s if passed_s > due_s + NOTED_LATE_S else 0.0
             if not late:
-                self._tick()
+                self._tick(late_s)
+                late_s = 0.0
                 self._drop_stalled_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
 
-    def _tick(self) -> None:
+    def _tick(self, late_s: float = 0.0) -> None:
         try:
-            self.tell(ev.Tick())
+            self.tell(ev.Tick(self.links.take_alive(), late_s))
         except Exception:  # a bug of ours costs the requests that it concerned, and later ticks are still given
             logger.exception("the core failed on a tick")
+        self._note_bound()
+        self._bound.warn(self._clock())
+
+    def _note_bound(self) -> None:
+        self._bound.counts["queue"] = self._core.queue_bound
+        self._bound.counts["prefix_index"] = self._core.prefix_index.evicted
 
     def _check_books(self) -> None:
         """Check the core's invariants. A broken one is our own bug: operators hear of it in the log and the metrics, clients do
@@ -422,11 +471,7 @@ class RouterService:
             logger.exception("the books of the core disagree")
 
     async def _wait_busy(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):  # `wait_for` would lose a `close` that comes with a request
-                await self._busy.wait()
-        except TimeoutError:
-            pass
+        await _wait_set(self._busy, timeout_s)
 
     def _drop_stalled_clients(self) -> None:
         now_s, limit_s = self._clock(), self._stalled_client_s
@@ -440,28 +485,10 @@ class RouterService:
             self._ready = ready
             self._ready_flipped.set()
 
-    def _worker_snapshot(self, worker: Worker, now_s: float) -> WorkerSnapshot:
-        return WorkerSnapshot(
-            hello=worker.hello,
-            load=worker.load,
-            heartbeat_age_s=now_s - worker.last_seen_s,
-            requests_placed=worker.requests_placed,
-            draining=worker.draining,
-            not_ready_reason=self._core.placer.not_ready_reason(worker, now_s=now_s),
-            before=worker.before,
-        )
 
-
-def _pair_snapshot(pair: AsidePair, now_s: float) -> PairSnapshot:
-    return PairSnapshot(
-        prefill_worker=pair.prefill.worker_id,
-        decode_worker=pair.decode.worker_id,
-        reason=pair.reason,
-        remaining_s=pair.until_s - now_s,
-        failures=pair.failures,
-    )
-
-
-def _pool_order(worker: Worker) -> tuple[bool, str]:
-    """Sort prefill workers first, and each pool by worker id. The order of joining means nothing to a reader."""
-    return worker.hello.role is Role.DECODE, worker.hello.worker_id
+async def _wait_set(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):  # `wait_for` would lose a cancellation that comes with the event
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,9 +1,12 @@
 """The link service. Workers dial in, each on one long-lived stream. The service owns the connections and knows nothing of
 requests.
 
-A link is closed when its worker breaks the protocol, when a message was lost, when its outbound queue overflows because the
-worker does not read, or when the core asks for it (the worker is refused, lost, or has dialled again). Whatever the reason, the
-core hears WorkerLeft.
+A link is closed when its worker breaks the protocol, when its outbound queue overflows because the worker does not read, or
+when the core asks for it (the worker is refused, lost, or has dialled again). Whatever the reason, the core hears WorkerLeft.
+
+A stream that breaks, also because a message was lost, does not end its link yet, if both ends speak a version that can take it
+up again: the worker may come back and go on, while its process lives and the core has not given it up. The core hears nothing
+of that.
 """
 
 from __future__ import annotations
@@ -12,18 +15,22 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
 import grpc.aio
 
-from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost
-from pdserve.core.worker import LINK_VERSIONS, WorkerHello
+from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLost, Unavailable
+from pdserve.core.worker import LINK_VERSIONS, RESUME_LINK_VERSION, WorkerHello
 from pdserve.rpc import status
+from pdserve.rpc.beats import KEY_BYTES
 from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.numbering import Incoming
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
+from pdserve.rpc.witness import ended
 from router.core import events as ev
+from router.workers.beat_port import BeatPort
 from router.workers.wire import Heard, event_from_wire, hello_from_wire
 
 logger = logging.getLogger(__name__)
@@ -32,7 +39,13 @@ HELLO_TIMEOUT_S: Final = 5.0
 MAX_OUTBOUND: Final = 4096
 """At most this many commands wait to be written to one worker: several for each request that it could hold."""
 
+RETURN_S: Final = 5.0  # the default of `router.heartbeat_lost_s`
+ROOM_S: Final = 0.25  # a stream looks for room so often; whoever takes events has seconds of work meanwhile
+
 Deliver = Callable[[Heard], None]
+HasRoom = Callable[[ev.LinkId], bool]
+Ended = Callable[[str], Awaitable[None]]
+"""Returns once the process of an address is known to have ended, and otherwise not at all."""
 
 
 class Links(Protocol):
@@ -45,26 +58,46 @@ class Links(Protocol):
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
         """Close a link. The error tells the worker why."""
 
+    def take_alive(self) -> tuple[ev.LinkId, ...]:
+        """Return the links whose workers have shown, since the last call, that they live, by more than the events that were
+        delivered."""
+
 
 class Link:
-    """One connection. Commands keep their order."""
+    """The connection of one worker: one stream, or several after each other if the worker takes a broken one up again. Commands
+    keep their order."""
 
-    def __init__(self, link_id: ev.LinkId, worker: str, numbers_in: Incoming, *, bundles: bool) -> None:
+    def __init__(self, link_id: ev.LinkId, hello: WorkerHello, incoming: Incoming, *, bundles: bool) -> None:
         self.link_id = link_id
-        self.worker = worker
+        self.worker = f"{hello.role.value} worker {hello.worker_id}"
+        self.address = hello.address
         self.error: PdserveError | None = None
-        self._outbound: Outbound[link_pb2.RouterMessage] = Outbound(MAX_OUTBOUND)
-        self._outbound.bundles = bundles
-        self._numbers_in = numbers_in
-        self._closed = asyncio.Event()
+        self.outbound: Outbound[link_pb2.RouterMessage] = Outbound(MAX_OUTBOUND, incoming)
+        self.outbound.bundles = bundles
+        self.incoming = incoming
+        self.closed = asyncio.Event()
+        self._replaced = asyncio.Event()
+        self._streams = asyncio.Lock()
+        """Whoever holds it serves the one stream of this link."""
         self._told_unknown = False
-        self.last_word = "hung up or died"
-        """Why the worker ends. It may be gone before the core has heard its word and closes the link."""
+        self.key = b""
+        """The link's key. Empty: the worker has not been welcomed, or its version has no beats and takes nothing up again."""
+        self.word = ""
+        """Why the worker ends, in its own words. It may be gone before the core has heard them and closes the link."""
+        self.broken = False
+        """True while the stream is broken and the worker has not come back."""
+        self.waiting: asyncio.Task[None] | None = None
+        """The wait for the worker's return, while the stream is broken."""
+
+    @property
+    def outlives_stream(self) -> bool:
+        """True if the worker may take this link up again after its stream has broken."""
+        return bool(self.key) and not self.word and not self.closed.is_set()
 
     def send(self, message: link_pb2.RouterMessage) -> None:
         """Queue a command. A full queue closes the link, because its worker does not read."""
         try:
-            self._outbound.put(message)
+            self.outbound.put(message)
         except asyncio.QueueFull:
             error = Overloaded(f"{self.worker} does not read: {MAX_OUTBOUND} commands wait", retry_after_s=1.0)
             self.close(error)
@@ -72,12 +105,23 @@ class Link:
     def close(self, error: PdserveError) -> None:
         """Close the link. The first error is the one that the worker is told."""
         self.error = self.error or error
-        self._closed.set()
+        self.closed.set()
 
-    async def run(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
-        """Read and write until the worker hangs up, the link is closed, or either direction breaks. While `answers()`,
-        heartbeats are answered here."""
-        jobs = (self._read(context, deliver, answers), self._write(context), self._closed.wait())
+    @contextlib.asynccontextmanager
+    async def stream(self) -> AsyncIterator[asyncio.Event]:
+        """Own the link's stream. Another call that still owns it ends first: its worker has dialled again. Yields the event
+        that ends this one in the same way."""
+        self._replaced.set()
+        async with self._streams:
+            self._replaced = asyncio.Event()
+            yield self._replaced
+
+    async def run(
+        self, context: Any, replaced: asyncio.Event, deliver: Deliver, answers: Callable[[], bool], has_room: HasRoom
+    ) -> None:
+        """Read and write until the worker hangs up, the link is closed, another stream replaces this one, or either direction
+        breaks. While `answers()`, heartbeats are answered here."""
+        jobs = (self._read(context, deliver, answers, has_room), self._write(context), self.closed.wait(), replaced.wait())
         tasks = [asyncio.ensure_future(job) for job in jobs]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -88,19 +132,33 @@ class Link:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, context: Any, deliver: Deliver, answers: Callable[[], bool]) -> None:
+    async def _read(self, context: Any, deliver: Deliver, answers: Callable[[], bool], has_room: HasRoom) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
-            if self._numbers_in.is_new(message.number):
-                for one in unbundled(message):
+            # The worker's next messages wait in the stream.
+            while not has_room(self.link_id):  # noqa: ASYNC110 - room is made on another loop
+                await asyncio.sleep(ROOM_S)
+            if not message.number and message.HasField("resume"):
+                continue  # the first message came twice
+            if self.incoming.is_new(message.number):
+                self.outbound.confirm(message.received)
+                for one in self._parts(message):
                     self._hear(one, deliver, answers)
+
+    def _parts(self, message: link_pb2.WorkerMessage) -> Sequence[link_pb2.WorkerMessage]:
+        """Return the messages of a bundle. One that cannot be read ends the link, since it would come again as it is."""
+        try:
+            return unbundled(message)
+        except ReplicaLost as exc:
+            self.close(exc)
+            raise
 
     def _hear(self, message: link_pb2.WorkerMessage, deliver: Deliver, answers: Callable[[], bool]) -> None:
         event = event_from_wire(self.link_id, message)
         if type(event) is ev.WorkerLost:
-            self.last_word = event.message
+            self.word = event.message
         if event is None:
             self._hear_unknown()
-        elif not self._closed.is_set():
+        elif not self.closed.is_set():
             deliver(event)
         if type(event) is ev.HeartbeatSeen and answers():
             self.send(link_pb2.RouterMessage(alive=link_pb2.Alive()))
@@ -119,26 +177,58 @@ class Link:
 
     async def _write(self, context: Any) -> None:
         while True:
-            await context.write(await self._outbound.next())
+            await context.write(await self.outbound.next())
 
 
 class LinkService(link_pb2_grpc.WorkerLinkServicer):
     """The gRPC service that workers dial."""
 
-    def __init__(self, cluster_token: str, deliver: Deliver, answers: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        cluster_token: str,
+        deliver: Deliver,
+        answers: Callable[[], bool] = lambda: False,
+        *,
+        has_room: HasRoom = lambda link: True,
+        return_s: float = RETURN_S,
+        beats: BeatPort | None = None,
+        ended: Ended = ended,
+        draw_key: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
         """`deliver` takes every event, on the loop; the core's commands come back through `send` and `hang_up`. While
-        `answers()` is true, heartbeats are answered here; otherwise the core answers them."""
+        `answers()` is true, heartbeats are answered here; otherwise the core answers them. While `has_room` says that there is
+        no room for more events of a link, its stream is not read.
+
+        A worker whose stream broke may come back within `return_s`, unless `ended` finds that its process has ended. `beats`
+        hears the links beside their streams; None: nobody does.
+        """
         self._token = cluster_token.encode()
         self._deliver = deliver
         self._answers = answers
+        self._has_room = has_room
+        self._return_s = return_s
+        self._beats = beats
+        self._ended = ended
+        self._draw_key = draw_key
         self._links: dict[ev.LinkId, Link] = {}
+        self._by_key: dict[bytes, Link] = {}
         self._count = 0
 
     def send(self, link_id: ev.LinkId, message: link_pb2.RouterMessage) -> None:
         """Queue a command. Nothing happens for a link that has gone, because an event tells the core of that."""
         link = self._links.get(link_id)
         if link is not None:
+            if not link.key and message.welcome.link_version >= RESUME_LINK_VERSION:
+                self._name(link, message.welcome)
             link.send(message)
+
+    def _name(self, link: Link, welcome: link_pb2.Welcome) -> None:
+        """Give a link that is welcomed its key."""
+        welcome.link_key = link.key = self._draw_key(KEY_BYTES)
+        self._by_key[link.key] = link
+        link.outbound.keep()
+        if self._beats is not None:
+            self._beats.add(link.key, link.link_id)
 
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
         """Close a link. Nothing happens for a link that has gone."""
@@ -146,30 +236,124 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         if link is not None:
             link.close(error)
 
+    def take_alive(self) -> tuple[ev.LinkId, ...]:
+        """Return the links that have beaten since the last call."""
+        return () if self._beats is None else tuple(sorted(self._beats.take()))
+
+    async def close(self) -> None:
+        """End the links whose workers may still come back. Call it after the server has stopped."""
+        waiting = [link.waiting for link in self._links.values() if link.waiting is not None]
+        for link in list(self._links.values()):
+            link.close(Unavailable("the router is stopping"))
+        await asyncio.gather(*waiting, return_exceptions=True)
+
     async def Connect(self, request_iterator: Any, context: Any) -> None:
         await self._authenticate(context)
-        numbers = Incoming()
-        hello, bundles = await self._hello(context, numbers)
+        first = await self._first(context)
+        if first.WhichOneof("body") == "resume":
+            await self._resume(first, context)
+            return
+        incoming = Incoming()
+        hello = await self._hello(first, incoming, context)
         self._count += 1
-        link = Link(ev.LinkId(self._count), f"{hello.role.value} worker {hello.worker_id}", numbers, bundles=bundles)
-
+        link = Link(ev.LinkId(self._count), hello, incoming, bundles=first.takes_bundles)
         self._links[link.link_id] = link
+        async with link.stream() as replaced:
+            await self._serve(link, context, replaced, lambda: self._deliver(ev.WorkerJoined(link.link_id, hello)))
+
+    async def _resume(self, first: link_pb2.WorkerMessage, context: Any) -> None:
+        """Go on with a link whose stream broke, from where each side stopped. The core hears nothing of it."""
+        link = self._by_key.get(first.resume.link_key)
+        if link is None or not link.outlives_stream:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the router has no such link any more")
+            return
+        async with link.stream() as replaced:
+            link.broken = False
+            if link.waiting is not None:
+                link.waiting.cancel()
+                link.waiting = None
+            try:
+                link.outbound.again(first.received)
+            except ReplicaLost as exc:
+                link.close(exc)
+            await self._serve(link, context, replaced, lambda: self._go_on(link), self._resumed(link))
+
+    def _go_on(self, link: Link) -> None:
+        logger.info("link %d: %s goes on with a new stream", link.link_id, link.worker)
+        if self._beats is not None:
+            self._beats.add(link.key, link.link_id)
+
+    def _resumed(self, link: Link) -> link_pb2.RouterMessage:
+        return link_pb2.RouterMessage(resumed=link_pb2.Resumed(), received=link.incoming.last)
+
+    async def _serve(
+        self,
+        link: Link,
+        context: Any,
+        replaced: asyncio.Event,
+        begin: Callable[[], None],
+        first: link_pb2.RouterMessage | None = None,
+    ) -> None:
+        """Serve one stream of a link. Then the link ends, or waits for the worker's return."""
+        loop = asyncio.get_running_loop()
+        broke = "the worker hung up or died"
         try:
             # The metadata is sent alone, because a refusal could not be sent while a first message carries it.
             await context.send_initial_metadata(())
-            self._deliver(ev.WorkerJoined(link.link_id, hello))
-            logger.info("link %d: %s at %s", link.link_id, link.worker, hello.address)
-            await link.run(context, self._deliver, self._answers)
-        except (InternalBug, ReplicaLost) as exc:
+            begin()
+            if first is not None:
+                await context.write(first)
+            await link.run(context, replaced, self._deliver, self._answers, self._has_room)
+        except ReplicaLost as exc:
+            broke = exc.message
+            if not link.outlives_stream:
+                link.close(exc)
+        except InternalBug as exc:
             link.close(exc)
         finally:  # a lost connection cancels this call
-            del self._links[link.link_id]
-            self._deliver(ev.WorkerLeft(link.link_id))
-            reason = link.error.message if link.error is not None else link.last_word
-            logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, hello.address, reason)
+            if not link.outlives_stream or not _runs(loop):
+                self._end(link)
+            elif not replaced.is_set():
+                self._wait_for(link, broke)
 
         if link.error is not None:
             await status.abort(context, link.error)
+        if link.outlives_stream:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, broke)
+
+    def _wait_for(self, link: Link, broke: str) -> None:
+        """Let the worker come back, while nothing shows that its process has ended. Its beats are not heard meanwhile, so the
+        core gives it nothing new after a while, and gives it up at last."""
+        logger.warning("link %d: the stream of %s at %s broke: %s", link.link_id, link.worker, link.address, broke)
+        if self._beats is not None:
+            self._beats.discard(link.key)
+        link.broken = True
+        asyncio.get_running_loop().call_soon(self._begin_to_wait, link)  # a loop that is dropped begins nothing
+
+    def _begin_to_wait(self, link: Link) -> None:
+        if link.broken:
+            link.waiting = asyncio.create_task(self._outwait(link))
+
+    async def _outwait(self, link: Link) -> None:
+        ways = [asyncio.ensure_future(way) for way in (self._ended(link.address), link.closed.wait())]
+        try:
+            await asyncio.wait(ways, timeout=self._return_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+        self._end(link)
+
+    def _end(self, link: Link) -> None:
+        """End a link for good, and tell the core. Idempotent."""
+        link.closed.set()
+        if self._links.pop(link.link_id, None) is None:
+            return
+        self._by_key.pop(link.key, None)
+        if self._beats is not None:
+            self._beats.discard(link.key)
+        self._deliver(ev.WorkerLeft(link.link_id))
+        reason = link.error.message if link.error is not None else link.word or "hung up or died"
+        logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, link.address, reason)
 
     async def _authenticate(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get(status.CLUSTER_TOKEN_METADATA, "")
@@ -181,20 +365,33 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                     await context.read()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{status.CLUSTER_TOKEN_METADATA} does not match")
 
-    async def _hello(self, context: Any, numbers: Incoming) -> tuple[WorkerHello, bool]:
-        """Return the Hello, and True if the worker takes bundles. Aborts the call unless the first message is a Hello."""
+    async def _first(self, context: Any) -> link_pb2.WorkerMessage:
+        """Return the first message. Aborts the call unless it comes in time."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 message = await context.read()
         except TimeoutError:
             message = None
-        if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") != "hello":
+        if not isinstance(message, link_pb2.WorkerMessage) or message.WhichOneof("body") not in ("hello", "resume"):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"the first message must be Hello, and must come within {HELLO_TIMEOUT_S} s"
             )
+        assert isinstance(message, link_pb2.WorkerMessage)  # `abort` raises
+        return message
+
+    async def _hello(self, message: link_pb2.WorkerMessage, incoming: Incoming, context: Any) -> WorkerHello:
+        """Return the Hello. Aborts the call when it is broken."""
         try:
-            numbers.is_new(message.number)
-            return hello_from_wire(message.hello), message.takes_bundles
+            incoming.is_new(message.number)
+            return hello_from_wire(message.hello)
         except (InternalBug, ReplicaLost) as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exc.message)
             raise
+
+
+def _runs(loop: asyncio.AbstractEventLoop) -> bool:
+    """Tell whether this is called on a loop. A call of a loop that has been dropped ends where the interpreter finds it."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

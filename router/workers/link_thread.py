@@ -2,8 +2,8 @@
 
 The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and a batch of them
 costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, so that they share
-a wake-up and travel as a bundle. Heartbeats are answered here at once, as long as the main loop takes events. A main loop that
-has taken none for `STUCK_S` hangs, and its workers should learn of it.
+a wake-up and travel as a bundle. Heartbeats and beats are answered here at once, as long as the main loop takes events. A main
+loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Final
 
 import uvloop
 
-from pdserve.core.errors import ConfigError, InternalBug, Overloaded, PdserveError
+from pdserve.core.errors import ConfigError, InternalBug, PdserveError
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
+from pdserve.rpc.silence import STUCK_S
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
-from router.workers.link import Deliver, LinkService
+from router.workers.beat_port import BeatPort
+from router.workers.link import RETURN_S, Deliver, LinkService
 from router.workers.wire import Heard
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,18 @@ MAX_LINK_MESSAGE_BYTES: Final = 8 << 20
 """A larger message comes from a broken worker. Those of a working one have a bundle's bytes, 1 MiB, or little more. Parsed
 garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and the interpreter meanwhile."""
 MAX_HEARD: Final = 1 << 16
-"""At most this many events wait for the main loop: minutes of the steps of many workers. A worker whose event finds no room
-loses its link."""
+"""While this many events wait for the main loop, minutes of the steps of many workers, no stream is read. What workers send
+meanwhile waits on their side: load must end no link."""
 MAX_HEARD_OF_LINK: Final = 1 << 15
-"""The weight of the events of one link that wait is at most this, so a worker that sends without end loses its own link, and no
-other one. A working one comes to half of it while the main loop stands still for `STUCK_S`."""
+"""While the events of one link that wait have this weight, its stream is not read, so a worker that sends without end delays
+others by no more. A working one comes to half of it while the main loop stands still for `STUCK_S`."""
 PARTS_OF_WEIGHT: Final = 16  # rows or prefix keys of an event weigh as much as an event of their own
 TAKEN_S: Final = 0.01
 """The main loop takes events for so long at once. Then others have a turn, also while events come faster than it takes them."""
 MAX_SAID: Final = 64
 """At most this many commands wait for the end of a turn of the main loop, those of about 5 ms of its work. With 16, the links'
 thread took 47 us of a request over HTTP, where many come together, and now 36."""
-STUCK_S: Final = 30.0  # ten times as long as the main loop was ever held
+TURN_S: Final = 1.0  # the thread's loop notes so often that it turns
 MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
 
@@ -52,7 +54,9 @@ CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
 class LinkThread:
     """Serves workers' links. `start` it on the main loop, which calls all its methods, and `close` it."""
 
-    def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS) -> None:
+    def __init__(self, cluster_token: str, max_connections: int = MAX_CONNECTIONS, *, return_s: float = RETURN_S) -> None:
+        """A worker whose stream broke may come back within `return_s`."""
+        self._return_s = return_s
         self._token = cluster_token
         self._max_connections = max_connections
         self._heard: deque[Heard] = deque()
@@ -64,6 +68,8 @@ class LinkThread:
         self._loop: asyncio.AbstractEventLoop | None = None  # None: it does not run yet, or has ended
         self._service: LinkService | None = None
         self._stop: asyncio.Event | None = None
+        self._beats = BeatPort(self._turns)
+        self._turned_s = 0.0  # when the thread's loop last had a turn
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread: threading.Thread | None = None
 
@@ -103,6 +109,14 @@ class LinkThread:
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
         """Ask the thread to close a link."""
         self._say(lambda service: service.hang_up(link_id, error))
+
+    def take_alive(self) -> tuple[ev.LinkId, ...]:
+        """Return the links that have beaten since the last call, and those whose events wait for this loop."""
+        alive = self._beats.take()
+        if self._heard:
+            taken = self._taken_weight
+            alive.update(link for link, weight in dict(self._heard_weight).items() if weight > taken.get(link, 0))
+        return tuple(sorted(alive))
 
     def _say(self, act: Callable[[LinkService], None]) -> None:
         if self._loop is None:
@@ -159,7 +173,14 @@ class LinkThread:
 
     async def _serve(self, host: str, port: int, ready: concurrent.futures.Future[int]) -> None:
         self._stop = asyncio.Event()
-        self._service = LinkService(self._token, self._hear, answers=self._main_takes)
+        self._service = LinkService(
+            self._token,
+            self._hear,
+            answers=self._main_takes,
+            has_room=self._has_room,
+            return_s=self._return_s,
+            beats=self._beats,
+        )
         server = make_server(max_receive_bytes=MAX_LINK_MESSAGE_BYTES, options=client_options(self._max_connections))
         link_pb2_grpc.add_WorkerLinkServicer_to_server(self._service, server)
         try:
@@ -168,40 +189,44 @@ class LinkThread:
             ready.set_exception(exc)
             return
         await server.start()
+        self._beats.open(host, bound)
         self._loop = asyncio.get_running_loop()
         ready.set_result(bound)
         try:
-            await self._stop.wait()
+            while not self._stop.is_set():
+                self._turned_s = time.monotonic()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TURN_S):
+                        await self._stop.wait()
         finally:
             self._loop = None
+            self._beats.close()
             await stop_server(server)
+            await self._service.close()
 
     def _hear(self, event: Heard) -> None:
         assert self._main is not None
         if type(event) is ev.WorkerLeft:
             self._heard_weight.pop(event.link, None)
-        elif (many := self._too_many(event)) is not None:
-            assert self._service is not None
-            self._service.hang_up(event.link, Overloaded(many, retry_after_s=1.0))
-            return
+        else:
+            self._heard_weight[event.link] += _weight(event)
         self._heard.append(event)
         if self._heard_since_s is None:
             self._heard_since_s = time.monotonic()
             self._main.call_soon_threadsafe(self._take_heard)
 
-    def _too_many(self, event: Heard) -> str | None:
-        """Count the event, or return why there is no room for it."""
-        link, weight = event.link, _weight(event)
-        if len(self._heard) >= MAX_HEARD:
-            return f"{MAX_HEARD} events wait for the router"
-        if self._heard_weight[link] + weight - self._taken_weight.get(link, 0) > MAX_HEARD_OF_LINK:
-            return f"events of this worker wait for the router; their weight is at most {MAX_HEARD_OF_LINK}"
-        self._heard_weight[link] += weight
-        return None
+    def _has_room(self, link: ev.LinkId) -> bool:
+        """Tell whether more events of a link may wait for the main loop. Those of one more message may exceed the limits."""
+        waits = self._heard_weight[link] - self._taken_weight.get(link, 0)
+        return len(self._heard) < MAX_HEARD and waits < MAX_HEARD_OF_LINK
 
     def _main_takes(self) -> bool:
         since_s = self._heard_since_s
         return since_s is None or time.monotonic() - since_s < STUCK_S
+
+    def _turns(self) -> bool:
+        """Tell whether this thread's loop and the main loop turn. The thread that answers beats asks."""
+        return time.monotonic() - self._turned_s < STUCK_S and self._main_takes()
 
     def _take_said(self, said: list[Callable[[LinkService], None]]) -> None:
         assert self._service is not None

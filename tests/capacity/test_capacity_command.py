@@ -146,7 +146,7 @@ def test_every_named_model_and_every_gpu_has_an_answer() -> None:
     from pdserve.capacity.devices import devices
     from pdserve.capacity.model_source import find_model, published_models
     from pdserve.capacity.question import Question
-    from pdserve.commands.capacity import plain
+    from pdserve.commands.capacity.command import plain
 
     for model, gpu in zip(published_models(), itertools.cycle(devices().values()), strict=False):
         question = Question(find_model(model), gpu, isl=512, osl=64)
@@ -154,7 +154,7 @@ def test_every_named_model_and_every_gpu_has_an_answer() -> None:
 
 
 def test_it_loads_neither_torch_nor_the_network() -> None:
-    code = "import sys, pdserve.capacity.answer, pdserve.capacity.plot, pdserve.commands.capacity_tables as t; "
+    code = "import sys, pdserve.capacity.answer, pdserve.capacity.plot, pdserve.commands.capacity.tables as t; "
     code += "print([n for n in ('torch', 'ray', 'matplotlib') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"

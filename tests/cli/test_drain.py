@@ -60,7 +60,7 @@ def linked(endpoints: Endpoints, worker_id: str, *, stubborn: bool = False) -> I
 
 
 def test_it_ends_when_the_worker_has_left(endpoints: Endpoints) -> None:
-    with linked(endpoints, "decode-7") as told:
+    with linked(endpoints, "decode-6"), linked(endpoints, "decode-7") as told:
         result = run("decode-7", "--router", endpoints.admin)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
@@ -71,7 +71,7 @@ def test_it_ends_when_the_worker_has_left(endpoints: Endpoints) -> None:
 
 
 def test_not_waiting_ends_while_the_worker_still_drains(endpoints: Endpoints) -> None:
-    with linked(endpoints, "decode-8", stubborn=True):
+    with linked(endpoints, "decode-6"), linked(endpoints, "decode-8", stubborn=True):
         result = run("decode-8", "--address", endpoints.admin, "--no-wait")
     assert (result.exit_code, result.stdout) == (0, "decode-8 is draining; `pdserve status` shows it\n")
 

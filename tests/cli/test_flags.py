@@ -213,3 +213,10 @@ def test_demo_counts_only_requests_whose_kv_crossed() -> None:
     assert demo._problem(Stream("r", "p", last=inference_pb2.GenerateResponse())) == "no KV bytes were moved between workers"
     assert demo._problem(Stream("r", "p", error="broke")) == "broke"
     assert demo._problem(Stream("r", "p")) == "the stream ended before the request did"
+
+
+@pytest.mark.parametrize("flag", [("--name", "mine"), ("--leave-running",)])
+def test_a_bound_cluster_cannot_be_left_to_another_up(flag: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, ["up", "--bound", *flag])
+    assert result.exit_code == 2
+    assert f"{flag[0]} is for a cluster that another `pdserve up` can find" in result.output

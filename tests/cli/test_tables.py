@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from pdserve.cluster.actor import WorkerReport
 from pdserve.cluster.events import WorkerChanged, WorkerLoads, WorkerPhase
+from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.commands import tables
 from pdserve.commands.console import make_console
 from pdserve.commands.failures import report

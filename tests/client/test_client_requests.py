@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
@@ -180,6 +181,45 @@ def test_a_call_that_a_stopping_server_ends_is_no_cancel_of_the_client() -> None
     finally:
         server.stop(0).wait()
     assert service.calls == 2
+
+
+class _Full(inference_pb2_grpc.InferenceServicer):
+    """It holds its first call until it is let go, while the server takes no second one."""
+
+    def __init__(self) -> None:
+        self.holds, self.go_on = threading.Event(), threading.Event()
+
+    def Generate(self, request: Any, context: Any) -> Any:
+        self.holds.set()
+        self.go_on.wait(60.0)
+        yield inference_pb2.GenerateResponse(ids=[1], text="a", finish_reason=1)
+
+
+def test_a_refusal_of_grpc_itself_is_tried_again_as_overloaded() -> None:
+    """(1) The server has room for one call, and has it. (2) gRPC refuses another one, and gives no reason of ours. (3) The
+    client tries again, until there is room."""
+    service, refusals = _Full(), list[PdserveError]()
+
+    class Noting(Retries):
+        def wait_s(self, error: PdserveError, attempt: int, left_s: float | None, share: float) -> float | None:
+            refusals.append(error)
+            service.go_on.set()
+            return super().wait_s(error, attempt, left_s, share)
+
+    server = grpc.server(ThreadPoolExecutor(2), maximum_concurrent_rpcs=1)
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        noting = Noting(1000, longest_wait_s=0.01)
+        with Client(address) as first, Client(address, retries=noting) as second, ThreadPoolExecutor(1) as threads:
+            held = threads.submit(first.generate, "a")
+            assert service.holds.wait(60.0)
+            assert second.generate("a").text == "a"
+            assert held.result(60.0).text == "a"
+    finally:
+        server.stop(0).wait()
+    assert {type(refusal) for refusal in refusals} == {Overloaded}
 
 
 def test_the_package_loads_neither_grpc_nor_torch_before_they_are_needed() -> None:

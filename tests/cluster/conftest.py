@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.cluster import processes
+from pdserve.cluster import processes, record
 
 HERE = Path(__file__).resolve().parent
 STANDINS = (str(HERE / "run_cli.py"),)
@@ -65,8 +65,16 @@ class Command:
     def end(self) -> int:
         return self.child.wait(READ_TIMEOUT_S)
 
+    def lasting(self) -> list[record.ProcessId]:
+        """Every process that it has started, whoever their parents are: all inherit its temporary folder."""
+        return record.marked(str(self.temporary), "TMPDIR")
+
     def assert_nothing_left(self) -> None:
         assert not processes.wait_gone(self.seen, GONE_TIMEOUT_S), self.text
+        deadline = time.monotonic() + GONE_TIMEOUT_S
+        while (left := self.lasting()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == [], self.text
         assert list(self.temporary.iterdir()) == [], self.text
 
     def close(self) -> None:
@@ -76,6 +84,14 @@ class Command:
             self.child.send_signal(signal.SIGKILL)
             self.child.wait(READ_TIMEOUT_S)
         processes.kill(self.seen)
+        for process in self.lasting():  # the workers of a killed `up` serve on
+            process.send(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def command_type() -> type[Command]:
+    """For a cluster that several tests share."""
+    return Command
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.cluster import processes
+from pdserve.cluster import processes, record
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
+NODE = "TEST_RAY_NODE"
+"""The variable by which workers of a node are found. They are nobody's children, and inherit the node's environment."""
 
 
 class RayNode:
@@ -36,7 +38,13 @@ class RayNode:
                 [sys.executable, "-m", "ray.scripts.scripts", *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'cluster'}", **environment, **variables},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'cluster'}",
+                    **environment,
+                    **variables,
+                    NODE: str(self.output),
+                },
                 start_new_session=True,
             )
 
@@ -49,7 +57,12 @@ class RayNode:
         return self
 
     def processes(self) -> list[psutil.Process]:
-        return processes.descendants(self.child.pid)
+        """Those of Ray, which may write over their environment, and workers."""
+        found = processes.descendants(self.child.pid)
+        for marked in record.marked(str(self.output), NODE):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(marked.pid))
+        return list(dict.fromkeys(found))
 
     def actors(self) -> list[str]:
         """Command lines of the actors that it runs."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 from pdserve.cluster import plan
-from pdserve.cluster.actor import Place
 from pdserve.cluster.events import Event, WorkerChanged, WorkerPhase
+from pdserve.cluster.keeping.report import Place
 from pdserve.cluster.member import Member, State
 from pdserve.cluster.scaling.actuator import Actuator
 from pdserve.cluster.scaling.port import Poll, Refused, Replaced, Unanswered, _order
@@ -50,6 +50,7 @@ class World:
     cannot_start: set[str] = field(default_factory=set)  # roles
     router_up: bool = True
     before_step: Callable[[], None] = lambda: None
+    poisoned: list[tuple[str, int]] = field(default_factory=list)  # the processes that a request has ended, as the router says
     lose: str = ""  # "request" or "answer" of the next drain or flip
     _numbers: int = 0
 
@@ -97,6 +98,7 @@ class World:
                 if worker.linked
             ],
             scaling=self.mailbox.state(self.now_s),
+            poisoned_workers=[inference_pb2.PoisonedWorker(worker_id=name, pid=pid) for name, pid in self.poisoned],
         )
 
     def order(self, *, automatic: bool = False, **sizes: int) -> int:
@@ -131,7 +133,7 @@ class World:
     def add(self, planned: plan.WorkerPlan) -> None:
         assert planned.worker_id not in {member.worker_id for member in self.members} | set(self.workers)
         self.asked.append(("start", planned.worker_id))
-        member = Member(planned, added=True)
+        member = Member(planned)
         self.members.append(member)
         member.asked(MagicMock(), None, self.now_s)
 
@@ -147,6 +149,10 @@ class World:
 
     def move(self, worker_id: str, planned: plan.WorkerPlan) -> None:
         self.member(worker_id).replan(planned)
+
+    def forgive(self, worker_id: str, pid: int) -> None:
+        self.asked.append(("forgive", worker_id))
+        self.member(worker_id).forgive(pid)
 
     def member(self, worker_id: str) -> Member:
         return next(member for member in self.members if member.worker_id == worker_id)

@@ -33,6 +33,14 @@ KV_BYTES = 360 << 10
 SLOWLY, SLOWLY_S = "slowly", 120.0  # a prompt with this word is answered until its client leaves
 
 
+def answer_http(listener: socket.socket) -> None:
+    """Answer whatever is asked, as one who is there."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
 class Registry:
     """Who has dialled and is still connected."""
 
@@ -129,6 +137,12 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
         if hello is None:
             context.set_trailing_metadata((("pdserve-error-reason", "unknown_worker"),))
             context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not linked; linked: decode-0")
+        roles = [_role(name, each) for name, each in self.registry.workers.items() if not each.get("draining")]
+        role = _role(request.worker_id, hello)
+        if roles.count(role) == 1 and not request.force:
+            context.set_trailing_metadata((("pdserve-error-reason", "cannot_drain"),))
+            kind = common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{request.worker_id} is the last {kind} worker that serves")
         hello["draining"] = True
         hello["link"].sendall(b"d")  # before the first message, after which the caller may leave
         yield inference_pb2.DrainProgress(requests_placed=2, blocks_held=30)
@@ -170,8 +184,10 @@ class Inference(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminServic
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
+    parser.add_argument("--log-file")
     parser.add_argument("--exit-with-parent", action="store_true")
-    settings = config.load(config.RouterProcessConfig, parser.parse_args().config)
+    arguments = parser.parse_args()
+    settings = config.load(config.RouterProcessConfig, arguments.config)
     router = settings.router
     print("a line of a log", file=sys.stderr, flush=True)
     try:
@@ -192,8 +208,13 @@ def main() -> None:
     addresses = {"http": http.getsockname()[1], "grpc": port, "admin": admin}
     ready = {name: f"{router.host}:{number}" for name, number in addresses.items()}
     ready["link"] = f"{link_host}:{registry.listener.getsockname()[1]}"
+    ready["metrics"] = f"{router.metrics_host}:{router.metrics_port or 0}"  # nothing listens there
     print(json.dumps({"event": "ready", **ready, "pid": os.getpid()}), flush=True)
-    sys.stdin.buffer.read()  # until the parent is gone
+    threading.Thread(target=answer_http, args=(http,), daemon=True).start()
+    if arguments.exit_with_parent:
+        sys.stdin.buffer.read()  # until the parent is gone
+    else:
+        threading.Event().wait()
     os._exit(0)
 
 

@@ -47,6 +47,10 @@ class Worker:
             except OSError:
                 continue
 
+    @property
+    def role(self) -> str:
+        return self._roles[0]
+
     def wait(self, timeout_s: float | None) -> int | None:
         return 0 if self._ended.wait(timeout_s) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,10 +12,12 @@ from scaling_world import Worker, World
 
 from pdserve.cluster.events import ActuatorReplaced, PoolsResized
 from pdserve.cluster.member import State
-from pdserve.cluster.scaling.holds import MOST
+from pdserve.cluster.scaling.actuator import Actuator
+from pdserve.cluster.scaling.holds import FIRST_S, LONGEST_S
 from pdserve.config import ClusterConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
+from pdserve.planner.limits import PoolSizes
 from pdserve.rpc.v1 import scaling_pb2
 
 SETTLED_S = 200
@@ -195,7 +198,11 @@ def test_an_actuator_that_another_one_replaced_changes_nothing_more() -> None:
     assert here.asked == []
     (told,) = [event for event in here.events if isinstance(event, ActuatorReplaced)]
     assert "another has term" in told.detail
-    assert here.actuator.hopeless(Role.DECODE)
+    assert not here.actuator.hopeless(Role.DECODE, here.now_s)
+    while here.member("decode-0").state is not State.GONE:
+        here.die("decode-0")
+        here.step()
+    assert here.actuator.hopeless(Role.DECODE, here.now_s)
 
 
 @pytest.mark.parametrize(
@@ -226,33 +233,74 @@ def test_the_planner_is_refused_where_nothing_limits_the_pools() -> None:
     assert "set prefill.max_replicas or autoscaling.max_workers" in here.state().scaling.report.refused
 
 
-def test_workers_that_cannot_start_are_given_up_and_an_order_begins_anew() -> None:
-    """(1) No decode worker can start any more: each tries for a minute, and each next one is held back for longer.
-    (2) After some of them, the role is given up, and the report says why. (3) An operator's order tries again."""
-    here = world("autoscaling.enabled=true", "autoscaling.max_workers=4", "decode.max_restarts_per_hour=2")
+@pytest.mark.parametrize("automatic", [False, True])
+def test_workers_that_cannot_start_are_tried_again_later_each_time_and_at_once_by_an_order(automatic: bool) -> None:
+    """(1) No decode worker can start any more: each tries for a while, and each next one is held back for longer, but never for
+    more than an hour. (2) The report says so, and the wanted size stays. (3) An operator's order tries at once."""
+    here = world(f"autoscaling.enabled={automatic}", "autoscaling.max_workers=4", "decode.max_restarts_per_hour=2")
     here.step()
     here.cannot_start.add("decode")
     here.die("decode-0")
-    here.step(3000)
-    starts = [name for what, name in here.asked if what == "start"]
-    assert len(starts) == MOST
-    assert here.actuator.hopeless(Role.DECODE)
-    assert "No decode worker is started until `pdserve scale` orders sizes" in here.state().scaling.report.reasons[0]
+    starts: list[float] = []
+    while len(starts) < 9:
+        here.asked.clear()
+        here.step()
+        if ("start", "decode-0") in here.asked:
+            starts.append(here.now_s)
+        assert here.now_s < 86_400
+    waits = [after - before for before, after in pairwise(starts)]
+    assert waits == sorted(waits)
+    assert waits[0] >= 2 * FIRST_S
+    assert LONGEST_S <= waits[-1] < LONGEST_S + 60
+    here.step(60)
+    assert here.actuator.hopeless(Role.DECODE, here.now_s)
+    assert "No decode worker is started for" in here.state().scaling.report.reasons[0]
+    assert here.actuator.wanted.sizes.decode >= 1
     here.cannot_start.clear()
     here.order(prefill=1, decode=2)
     here.step(SETTLED_S)
     assert here.sizes() == (1, 2)
+    assert not here.actuator.hopeless(Role.DECODE, here.now_s)
 
 
-def test_in_the_mode_fixed_a_worker_that_cannot_start_makes_its_pool_smaller() -> None:
+def test_a_worker_that_died_too_often_comes_back_by_itself() -> None:
     here = world("prefill.max_restarts_per_hour=1")
     here.step()
     here.cannot_start.add("prefill")
     here.order(prefill=2)
-    here.step(SETTLED_S)
+    here.step(30)
     assert here.sizes() == (1, 1)
-    assert history(here)[-1] == "prefill 2 -> 1: prefill-1 is dead: given up"
+    assert history(here)[-1] == "prefill-1 is dead: given up"
     assert any(isinstance(event, PoolsResized) and "prefill-1 is dead" in event.text for event in here.events)
+    here.cannot_start.clear()
+    here.step(SETTLED_S)
+    assert here.sizes() == (2, 1)
+
+
+def test_workers_that_die_together_are_held_back_as_one() -> None:
+    here = world("prefill.replicas=5", "prefill.max_restarts_per_hour=0")
+    here.step()
+    for n in range(5):
+        here.die(f"prefill-{n}")
+    here.step(int(FIRST_S) + 10)
+    assert here.sizes() == (5, 1)
+
+
+@pytest.mark.parametrize("router_first", [False, True])
+def test_deaths_that_the_router_puts_down_to_one_request_count_once(router_first: bool) -> None:
+    """The router may tell of a death before or after the worker's keeper does."""
+    here = world("decode.max_restarts_per_hour=2")
+    for pid in range(100, 106):
+        here.step(8)
+        worker = here.member("decode-0")
+        assert worker.report is not None, "it was given up"
+        worker.report.pid = pid
+        tell = [("decode-0", pid)] if pid > 100 else []
+        here.poisoned += tell if router_first else []
+        here.step(2)
+        here.die("decode-0")
+        here.poisoned += [] if router_first else tell
+    assert here.asked == [("forgive", "decode-0")] * 4 or here.asked == [("forgive", "decode-0")] * 5
 
 
 def test_a_wrong_setting_of_the_planner_is_named() -> None:
@@ -418,3 +466,28 @@ def test_what_was_asked_of_an_incarnation_says_nothing_of_the_next_one() -> None
     here.step(SETTLED_S)
     assert (here.asked, here.sizes()) == ([("drain", "prefill-1")], (1, 1))
     assert history(here)[-1] == "prefill 2 -> 1: prefill-1 was drained"
+
+
+def test_the_next_actuator_keeps_what_operators_left_and_follows_no_order_twice() -> None:
+    """(1) An operator orders three decode workers and drains one; another dies for good, which nobody wanted. (2) The next
+    actuator of the same router begins with what was ordered: it starts the dead one again, and no more."""
+    here = world("prefill.max_restarts_per_hour=0", "prefill.replicas=2")
+    assert here.actuator.wanted.ordered is None
+    here.step()
+    here.order(decode=3)
+    here.step(SETTLED_S)
+    here.workers["decode-2"].draining_s = 0
+    here.step(SETTLED_S)
+    here.die("prefill-1")
+    here.step()
+    assert here.actuator.wanted.ordered == PoolSizes(2, 2)
+    ordered, here.asked, here.term = here.actuator.wanted.ordered, [], 0
+    here.actuator = Actuator(here.blueprint, here, here, here._listen)
+    assert ordered is not None
+    here.actuator.wanted.keep(ordered)
+    here.step(SETTLED_S)
+    assert (here.asked, here.sizes()) == ([("start", "prefill-1")], (2, 2))
+    assert here.state().scaling.report.reasons == ["An operator ordered the sizes before this `pdserve up` came."]
+    here.order(automatic=True)
+    here.step()
+    assert here.actuator.wanted.ordered == PoolSizes(2, 2), "refused, since nothing limits the pools"

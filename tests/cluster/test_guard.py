@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from pdserve.cluster.guard import Guard
+from pdserve.cluster.keeping.guard import Guard
 
 WAIT_S = 60.0
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from pdserve.cluster import plan
-from pdserve.cluster.actor import Place
+from pdserve.cluster.keeping.report import Place
 from pdserve.cluster.member import FIRST_WAIT_S, LONGEST_WAIT_S, Member, State
 from pdserve.config import ClusterConfig, PoolConfig
 

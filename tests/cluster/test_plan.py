@@ -21,6 +21,10 @@ def workers(config: ClusterConfig, nodes: Sequence[Node] = ()) -> tuple[plan.Wor
     return plan.plan_workers(config, router_address="h:1", cluster_token="t", log_dir=Path("logs"), nodes=nodes)
 
 
+def test_workers_get_the_limit_of_a_drain() -> None:
+    assert {worker.config.drain_timeout_s for worker in workers(ClusterConfig(drain_timeout_s=7.5))} == {7.5}
+
+
 def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
     config = ClusterConfig(
         prefill=PoolConfig(replicas=1, engine={"max_num_batched_tokens": 2048}),

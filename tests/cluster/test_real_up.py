@@ -43,7 +43,7 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
         os.kill(before.hello.pid, signal.SIGKILL)
         after = wait_for(lambda: again(admin, before))
         assert after.hello.pid != before.hello.pid
-        titles = {f"ray::WorkerActor pdserve: {name}" for name in ("prefill-0", "decode-0")}
+        titles = {f"pdserve: {name}" for name in ("prefill-0", "decode-0")}
         wait_for(lambda: {title(each.hello.pid) for each in admin.cluster_state().workers} == titles)
         second = generate(client)
         assert second.report.kv_bytes == first.report.kv_bytes
@@ -59,7 +59,7 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
 @pytest.mark.slow
 def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> None:
     """(1) Streams run on both decode workers, niced since the operator wants it, which is told. (2) One worker drains: `up`
-    says so, every stream ends whole, none was tried again. (3) What comes later is served by the other."""
+    says so, every stream ends whole, wherever it moved, none was tried again. (3) What comes later is served by the other."""
     command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT), RAY_worker_niceness="1")
     command.wait_for("ready; Ctrl-C stops it")
     assert "prefill-0, decode-0, decode-1: niceness" in command.text
@@ -80,7 +80,6 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
         ends = [answer.result(BOUND_S)[-1] for answer in answers]
         assert {end.usage.output_tokens for end in ends} == {TOKENS}
         assert {end.report.attempts for end in ends} == {1}
-        assert {end.report.decode_worker for end in ends} == {"decode-0", "decode-1"}
         command.wait_for("decode-1 drained and left")
         assert generate(client).report.decode_worker == "decode-0"
         assert [each.hello.worker_id for each in admin.cluster_state().workers] == ["prefill-0", "decode-0"]

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_real_up import wait_for
-
-from pdserve.cluster import processes
 
 pytestmark = pytest.mark.ray
 UP = ("up", "--port", "0", "--decode", "1")
@@ -29,6 +26,7 @@ def test_up_interrupted_while_ray_starts_stops_cleanly(run_command: Any) -> None
     command.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_demo_interrupted_while_streaming_cleans_up_and_says_so(run_command: Any) -> None:
     command = run_command("demo", "--decode", "1", STANDIN_PAUSE_S="1.5")
     command.wait_for(r"r0 \+0")
@@ -56,19 +54,6 @@ def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
     assert command.end() == 0, command.text
     assert "SIGTERM received" not in command.text
     command.assert_nothing_left()
-
-
-@pytest.mark.slow
-def test_up_killed_takes_router_ray_and_workers_along(run_command: Any) -> None:
-    """Ray's two agents of the node are not waited for: they look for their parent only every few seconds."""
-    command = run_command(*UP)
-    command.wait_for("ready; Ctrl-C")
-    serving = [process for process in command.seen if "Agent" not in processes.command(process)]
-    assert len(serving) > 3
-    command.child.send_signal(signal.SIGKILL)
-    command.end()
-    assert not processes.wait_gone(serving, 60.0)
-    wait_for(lambda: [folder.name[:13] for folder in command.temporary.iterdir()] == ["pdserve-logs-"])  # the rest is removed
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
     ("override", "names"),
     [
         ("router.max_body_bytes=65MiB", r"router\.max_inflight_body_bytes .* router\.max_body_bytes"),
-        ("router.max_connections=15", r"router\.max_connections must be a whole number \(at least 16\), got 15"),
+        ("router.max_connections=15", r"router\.max_connections must be a whole number \(at least 16\) or null, got 15"),
         ("router.admin_port=50051", r"router\.grpc_port and router\.admin_port are both 50051"),
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
         ("engine.block_size=0", r"engine\.block_size must be a whole number \(at least 1\), got 0"),
@@ -89,7 +89,7 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.slo_classes={chat: 3}", "router.slo_classes.chat must be a section"),
         (
             "router.slo_classes={chat: {ttft: 1}}",
-            r"^unknown setting router\.slo_classes\.chat\.ttft; known here: priority, .*ttft_s",
+            r"^unknown setting router\.slo_classes\.chat\.ttft; known here: client, .*ttft_s",
         ),
         ("router.slo_classes={chat: {name: c}}", r"unknown setting router\.slo_classes\.chat\.name"),
         (
@@ -101,6 +101,18 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.slo_classes={mine: {priority: 101}}", r"slo_classes\.mine\.priority must be .*at most 100\), got 101"),
         ("router.slo_classes={mine: {queue_share: 1.5}}", r"slo_classes\.mine\.queue_share must be .*at most 1\), got 1.5"),
         ("router.slo_classes={a b: {}}", r"router\.slo_classes\.a b: 'a b' is not the name of a class"),
+        ("router.slo_classes={mine: {client: 1}}", r"slo_classes\.mine\.client must be true or false, got 1"),
+        ("router.slo_classes={mine: {max_deadline_s: 0}}", r"slo_classes\.mine\.max_deadline_s must be a number \(over 0"),
+        (
+            "router.fairness_key=cookie",
+            "router.fairness_key must be address, connection, api_key, or header:NAME, got 'cookie'",
+        ),
+        ("router.fairness_key='header:a b'", "router.fairness_key must be .*header:NAME"),
+        (
+            "router.max_client_priority=101",
+            r"router\.max_client_priority must be a whole number \(at least 0 and at most 100\)",
+        ),
+        ("router.client_queue_share=0", r"router\.client_queue_share must be a number \(over 0 and at most 1\)"),
         ("router.default_class=chatt", "router.default_class 'chatt' is none of default, voice, code, chat, batch"),
     ],
 )

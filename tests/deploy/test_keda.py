@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -113,10 +114,11 @@ def test_a_pods_script_writes_settings_that_its_process_takes(role: str, kind: t
 
 
 def test_a_pod_has_the_time_that_a_drain_may_take() -> None:
-    found = objects()
+    found = objects(dataclasses.replace(CONFIG, drain_timeout_s=900.0))
     for role in ("prefill", "decode"):
         spec = found[f"Deployment/pd-{role}"]["spec"]["template"]["spec"]
-        assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
+        assert spec["terminationGracePeriodSeconds"] > 900.0
+        assert "drain_timeout_s: 900.0" in found["ConfigMap/pd-config"]["data"][f"{role}.yaml"]
         assert "exec python" in spec["containers"][0]["command"][-1], "SIGTERM reaches the worker itself"
 
 

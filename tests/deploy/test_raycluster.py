@@ -15,8 +15,8 @@ from crd_schema import strict_validator
 from jsonschema import Draft7Validator
 
 from deploy.raycluster import MAX_NAME, main, on_kubernetes, ray_version, render, to_yaml
-from pdserve.cluster.guard import NODE_LEAVING
-from pdserve.config import AutoscalingConfig, ClusterConfig, EngineConfig, PoolConfig, RouterConfig, WorkerConfig, load
+from pdserve.cluster.keeping.guard import NODE_LEAVING
+from pdserve.config import AutoscalingConfig, ClusterConfig, EngineConfig, PoolConfig, RouterConfig, load
 from pdserve.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def test_the_config_map_holds_the_configuration(config: ClusterConfig, tmp_path:
 def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
     """The hook names the router's Service, finds the worker by the pod's own address, and has the time that a drain may
     take."""
-    found = objects(ClusterConfig(router=RouterConfig(admin_port=7777)))
+    found = objects(ClusterConfig(router=RouterConfig(admin_port=7777), drain_timeout_s=900.0))
     router = found["Deployment/pd-router"]["spec"]["template"]["spec"]["containers"][0]
     for group in found["RayCluster/pd"]["spec"]["workerGroupSpecs"]:
         spec = group["template"]["spec"]
@@ -130,7 +130,9 @@ def test_a_workers_pod_is_drained_before_ray_is_told_to_end() -> None:
         assert token_of(container) == token_of(router)
         assert {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in container["env"]
         assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"], "Ray would start the worker at 15"
-        assert spec["terminationGracePeriodSeconds"] > WorkerConfig("w", "r:1").drain_timeout_s
+        assert spec["terminationGracePeriodSeconds"] > 900.0
+    link, _, beats = found["Service/pd-link"]["spec"]["ports"]
+    assert beats == {"name": "beats", "protocol": "UDP", "port": link["port"], "targetPort": "beats"}
     assert found["Service/pd-link"]["spec"]["ports"][1] == {"name": "admin", "port": 7777, "targetPort": "admin"}
 
 

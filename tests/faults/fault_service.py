@@ -22,7 +22,7 @@ DECODE = common_pb2.ROLE_DECODE
 ROUTER_LOST_S = 4.0
 WORKER = {"heartbeat_interval_s": 0.1, "router_lost_s": ROUTER_LOST_S}  # workers tell their counts so often
 LOST_S = 3.0  # instead of 5: half of the tests wait for it
-ROUTER = RouterConfig(heartbeat_lost_s=LOST_S, retry_burst=200)  # these tests lose more than a tenth of their requests
+ROUTER = RouterConfig(heartbeat_lost_s=LOST_S)
 BOUND_S = 40.0  # for anything that takes a few seconds on an idle machine
 PLAIN_IDS = 256
 TRIES = 5

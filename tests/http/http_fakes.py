@@ -15,6 +15,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, Unkno
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
+from router.api.client_names import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
@@ -101,6 +102,7 @@ class FakeApi:
     max_deadline_s: float = 600.0
     ignored: dict[str, int] = field(default_factory=dict)
     default_deadline_s: float = 60.0
+    clients: ClientNames = field(default_factory=lambda: ClientNames("address", bytes(32)))
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -157,8 +159,13 @@ class FakeApi:
     def ignored_fields(self, endpoint: str, count: int) -> None:
         self.ignored[endpoint] = self.ignored.get(endpoint, 0) + count
 
-    def metrics(self) -> bytes:
-        return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n"
+    streams = 1024
+
+    def connection_refused(self) -> None:
+        self.refused_connections = getattr(self, "refused_connections", 0) + 1
+
+    async def metrics_page(self, *, per_worker: bool) -> bytes:
+        return b"# HELP pdserve_up 1 while it serves\npdserve_up 1\n" + b'pdserve_worker_up{worker="w"} 1\n' * per_worker
 
 
 def app_of(api: FakeApi) -> Starlette:

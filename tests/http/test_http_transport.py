@@ -35,7 +35,7 @@ def test_information_routes() -> None:
             }
             assert (await exchange(base, head("GET", "/health"))).status == 200
             metrics = await exchange(base, head("GET", "/metrics"))
-            assert metrics.body == api.metrics()
+            assert metrics.body == await api.metrics_page(per_worker=False)
             assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
             api.ready = False
             unready = await exchange(base, head("GET", "/health"))

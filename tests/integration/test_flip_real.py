@@ -180,7 +180,7 @@ def test_flips_that_cannot_be_are_refused_by_name(service: Service, hold: Hold) 
             next(iter(client.flip("decode-0", PREFILL)))
         with pytest.raises(CallFailed, match="the last decode worker"):
             next(iter(client.flip("decode-1", PREFILL)))
-        draining = iter(client.drain("decode-0"))
+        draining = iter(client.drain("decode-0", force=True))
         next(draining)
         hold.release()
         assert list(draining)[-1].done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -84,9 +85,13 @@ def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, hold,
         assert stream.report.attempts == 2
     cluster.assert_empty()
     start_again(cluster, victim)
-    answers = [ask(cluster, placement) for _ in range(4)]
-    assert victim in {answer.report.decode_worker for answer in answers}
-    assert all(answer.ids == expected.ids[: len(answer.ids)] for answer in answers)
+    end_s = time.monotonic() + BOUND_S
+    while True:  # its death counts as load for a while, so its first turn may be the tenth pick
+        answer = ask(cluster, placement)
+        assert answer.ids == expected.ids[: len(answer.ids)]
+        if answer.report.decode_worker == victim:
+            break
+        assert time.monotonic() < end_s
 
 
 def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster, hold):

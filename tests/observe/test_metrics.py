@@ -16,7 +16,14 @@ from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
-from pdserve.observe.snapshot import ClusterSnapshot, PairSnapshot, PickSnapshot, PrefixSnapshot, WorkerSnapshot
+from pdserve.observe.snapshot import (
+    ClusterSnapshot,
+    EjectionSnapshot,
+    PairSnapshot,
+    PickSnapshot,
+    PrefixSnapshot,
+    WorkerSnapshot,
+)
 
 RECORD = RequestRecord(
     request_id="r", outcome="stop", placement="disaggregated", placement_reason="default", prefill_worker="p",
@@ -140,7 +147,7 @@ def test_the_documented_metrics_of_pools_and_demand_are_those_that_exist() -> No
 
 def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() -> None:
     pair = PairSnapshot("p", "d", "a KV read failed", 3.0, 1)
-    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,)))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(WORKER,), set_aside=(pair,), num_set_aside=1))
     assert values(metrics, "pdserve_pairs_set_aside") == {(): 1.0}
     assert values(metrics, "pdserve_worker_draining") == {("decode", "d"): 1.0}
     assert values(metrics, "pdserve_worker_link_version") == {("decode", "d"): 1.0}
@@ -149,3 +156,11 @@ def test_the_cluster_shows_pairs_set_aside_draining_workers_and_lost_blocks() ->
     assert values(metrics, "pdserve_worker_numerical_errors") == {("decode", "d"): 3.0}
     assert values(metrics, "pdserve_worker_blocks")[("decode", "unaccounted", "d")] == 2.0
     assert values(Metrics(lambda: EMPTY), "pdserve_pairs_set_aside") == {(): 0.0}
+
+
+def test_the_cluster_shows_who_is_ejected_and_counts_ejections_by_pool_and_cause() -> None:
+    out = dataclasses.replace(WORKER, ejected=True)
+    counts = (EjectionSnapshot(Role.DECODE, "failures", 2), EjectionSnapshot(Role.PREFILL, "unreachable", 1))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=(out, WORKER), ejections=counts))
+    assert values(metrics, "pdserve_ejected_workers") == {("prefill",): 0.0, ("decode",): 1.0}
+    assert values(metrics, "pdserve_ejections_total") == {("failures", "decode"): 2.0, ("unreachable", "prefill"): 1.0}

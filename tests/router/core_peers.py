@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from faultsim.recorded import MemoryNotes
@@ -53,6 +54,7 @@ class Job:
     attached: bool = False
     committed: bool = False
     next_index: int = 0
+    lender: Incarnation | None = None
 
     def __post_init__(self) -> None:
         self.next_index = len(self.work.resumed)
@@ -80,6 +82,8 @@ class Peer:
     """Whose KV it was sent to read."""
     cached_tokens: int | None = None
     """The tokens of each prompt that it says to have. None: it does not tell."""
+    fault: Callable[[Job], PdserveError | None] = lambda job: None
+    """Returns the error with which it gives up a job instead of its next token. None: the token comes."""
 
     def obey(self, effect: ev.Effect) -> None:
         match effect:
@@ -117,6 +121,7 @@ class Peer:
                 self.attached_to.append(lease_id.incarnation)
                 if (job := self.jobs.get(handle)) is not None and job.work.spec.sampling.max_tokens > len(job.work.resumed) + 1:
                     job.attached = job.runs = True
+                    job.lender = lease_id.incarnation
                     job.next_index = len(job.work.resumed) + 1
             case ev.SendCancel(handle=handle):
                 self.jobs.pop(handle, None)
@@ -126,6 +131,10 @@ class Peer:
         rows = []
         for handle, job in list(self.jobs.items()):
             if not job.runs:
+                continue
+            if (error := self.fault(job)) is not None:
+                del self.jobs[handle]
+                self.upward.append(ev.RequestFailed(self.link, handle, error))
                 continue
             if job.attached and not job.committed:
                 job.committed = True
@@ -167,7 +176,7 @@ class Stage:
         self.outcomes: dict[RequestId, Outcome] = {}
         self.effects: list[ev.Effect] = []
         self.placed: dict[Handle, tuple[RequestId, int]] = {}
-        """Request and attempt that each Bind and Prefill was sent for."""
+        """The request that each Bind and Prefill was sent for, and the number of its try: the attempts and moves."""
         self._links = 0
         self._hellos: dict[Incarnation, WorkerHello] = {}
         self._prefills: dict[tuple[Incarnation, int], ev.Work] = {}
@@ -192,7 +201,7 @@ class Stage:
         """The command does not name the attempt. Work that the same event has withdrawn again is known by its command alone."""
         worker = self.core.registry.get(effect.link)
         work = None if worker is None else worker.work.get(effect.work.handle)
-        attempt = 1 + bool(effect.work.resumed) if work is None else work.request.machine.attempt
+        attempt = 1 + bool(effect.work.resumed) if work is None else work.request.tries
         self.placed[effect.work.handle] = (effect.work.request_id, attempt)
 
     def request_of(self, effect: ev.SendBind | ev.SendPrefill) -> RequestId:
@@ -238,6 +247,7 @@ class Stage:
         """Nobody is sent to read the KV of another request or attempt, or of a worker whose protocol it does not speak."""
         lender = self._hellos[lease_id.incarnation]
         assert lender.peer_versions.common(peer.hello.peer_versions) is not None, "paired without a common version"
+        assert lender.model_digest == peer.hello.model_digest, "paired with other weights"
         job, lent = peer.jobs.get(handle), self._prefills.get((lease_id.incarnation, lease_id.counter))
         if job is not None and lent is not None:
             assert self.placed[handle] == self.placed[lent.handle]
@@ -260,6 +270,11 @@ class Stage:
         self._hellos[peer.hello.incarnation] = peer.hello
         self.tell(ev.WorkerJoined(link, peer.hello))
         return peer
+
+    @property
+    def joins(self) -> int:
+        """The number of links that there have been."""
+        return self._links
 
     def leave(self, peer: Peer) -> None:
         self.peers.pop(peer.link, None)
@@ -296,6 +311,7 @@ class Stage:
         session_id: str = "",
         leader: str = "",
         keys: tuple[int, ...] = (),
+        client: tuple[str, ...] = (),
     ) -> Outcome:
         """Raises what the core raises. `keys` are those of the prompt's full blocks."""
         request_id = RequestId(name)
@@ -312,6 +328,7 @@ class Stage:
             session_id=session_id,
             prefix_keys=keys,
             leader=RequestId(leader),
+            client=client,
         )
         try:
             self.tell(submit)

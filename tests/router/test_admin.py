@@ -77,7 +77,10 @@ def _ask(address: str) -> None:
                 assert "set PDSERVE_CLUSTER_TOKEN" in str(caught.value)  # "does not match" named nothing that one could change
     with AdminClient(address, TOKEN) as operator:
         assert not any(worker.draining for worker in operator.cluster_state().workers)
-        call = operator.drain("decode-0")
+        with pytest.raises(CallFailed, match=r"decode-0 is the last decode worker that serves: .* --force"):
+            next(iter(operator.drain("decode-0")))
+        assert not any(worker.draining for worker in operator.cluster_state().workers)
+        call = operator.drain("decode-0", force=True)
         next(iter(call))
         call.cancel()
 

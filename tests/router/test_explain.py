@@ -77,7 +77,7 @@ def test_a_failed_request_says_why_and_which_worker_does_not_answer(monkeypatch:
     monkeypatch.setattr(explaining, "ANSWER_S", 0.1)
 
     async def story() -> None:
-        async with asyncio.timeout(60), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster(max_attempts=1) as cluster:
             cluster.decode.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
             cluster.decode.explains = False
             told = await ask(cluster, await serve(cluster))
@@ -172,7 +172,7 @@ def test_the_error_of_a_failed_request_names_the_command_that_explains_it() -> N
     """A request that was refused at once has no story, and no hint."""
 
     async def story() -> None:
-        async with asyncio.timeout(60), local_cluster() as cluster:
+        async with asyncio.timeout(60), local_cluster(max_attempts=1) as cluster:
             cluster.decode.fail_next = common_pb2.ERROR_REASON_INTERNAL_BUG
             asked = ("generate", "hi", "--max-tokens", "3", "--address", cluster.grpc_address)
             failed = await asyncio.to_thread(CliRunner().invoke, main, asked)

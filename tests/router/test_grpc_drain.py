@@ -39,7 +39,10 @@ class ScriptedRouter:
     def snapshot(self) -> ClusterSnapshot:
         return ClusterSnapshot(1, 0, 0, self.workers)
 
-    def drain(self, worker_id: str) -> None:
+    def worker(self, worker_id: str) -> WorkerSnapshot | None:
+        return next((worker for worker in self.workers if worker.hello.worker_id == worker_id), None)
+
+    def drain(self, worker_id: str, *, force: bool = False) -> None:
         self.drained.append(worker_id)
 
     def flip(self, worker_id: str, role: Role, incarnation: int) -> None:

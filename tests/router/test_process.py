@@ -100,7 +100,7 @@ async def _serve_some(ready: dict[str, Any]) -> None:
 
 
 def test_it_ends_in_time_with_requests_running(tmp_path: Path) -> None:
-    with router_process(tmp_path, *PORTS) as process:
+    with router_process(tmp_path, *PORTS, "--set", "router.drain_s=1") as process:
         asyncio.run(_stop_while_running(ready_line(process), process))
         assert process.returncode == 0
 

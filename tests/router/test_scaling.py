@@ -61,6 +61,21 @@ def test_an_order_reaches_the_actuator_until_a_newer_one_replaces_it() -> None:
         assert (order.number, order.sizes.automatic) == (2, True)
 
 
+def test_the_next_actuator_gets_only_an_order_that_the_one_before_has_not_taken() -> None:
+    """(1) An order is left, and its actuator ends: the next one gets it. (2) That one took it: none after it gets it again."""
+    mailbox = ScalingMailbox(FIRST)
+    mailbox.actuate(poll(), 0.0)
+    mailbox.scale(scaling_pb2.ScaleRequest(decode=3), 1.0)
+    answer = mailbox.actuate(poll(), 2.0)
+    assert answer.order.number == 1
+    mailbox.actuate(poll(answer.term, order=1), 3.0)
+    for at_s in (4.0, 5.0):
+        third = mailbox.actuate(poll(), at_s)
+        assert not third.HasField("order")
+    assert mailbox.scale(scaling_pb2.ScaleRequest(decode=2), 6.0) == 2
+    assert mailbox.actuate(poll(third.term), 7.0).order.number == 2
+
+
 def test_an_order_without_an_actuator_is_refused_rather_than_kept_in_silence() -> None:
     mailbox, order = ScalingMailbox(FIRST), scaling_pb2.ScaleRequest(decode=2)
     with pytest.raises(Unavailable, match="no actuator has polled this router since its start"):

@@ -13,6 +13,7 @@ from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation, Report
+from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
@@ -81,9 +82,11 @@ class EchoRouter:
     default_deadline_s = 60.0
     max_prompt_tokens = 100
     not_ready_reason = ""
+    streams = 1024
 
     def __init__(self) -> None:
         self.cancel_tokens = CancelTokens(Incarnation(1), bytes(KEY_BYTES))
+        self.clients = ClientNames("address", bytes(KEY_BYTES))
         self.gate = asyncio.Event()
         self.gate.set()
         self.echoes: dict[str, Echo] = {}
@@ -138,13 +141,20 @@ class EchoRouter:
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Count nothing."""
 
-    def metrics(self) -> bytes:
-        """Return one metric."""
-        return b"echo_up 1\n"
+    def connection_refused(self) -> None:
+        """Count nothing."""
+
+    async def metrics_page(self, *, per_worker: bool) -> bytes:
+        """Return one metric, and one of the worker."""
+        return b"echo_up 1\n" + b'echo_worker_up{worker="decode-0"} 1\n' * per_worker
 
     def snapshot(self) -> ClusterSnapshot:
         """Return a cluster of one worker."""
         return ClusterSnapshot(1, 0, 0, self.workers)
+
+    def worker(self, worker_id: str) -> WorkerSnapshot | None:
+        """Return the one worker."""
+        return next((worker for worker in self.workers if worker.hello.worker_id == worker_id), None)
 
     async def explain(self, name: str) -> Explanation:
         """Keep no stories."""
@@ -158,7 +168,7 @@ class EchoRouter:
         """Know no worker that could change its role."""
         raise CannotFlip(f"{worker_id!r} only echoes", field="worker_id")
 
-    def drain(self, worker_id: str) -> None:
+    def drain(self, worker_id: str, *, force: bool = False) -> None:
         """Let the worker go at once."""
         if worker_id != WORKER.hello.worker_id:
             raise UnknownWorker(f"{worker_id!r} is not linked", field="worker_id")

@@ -39,6 +39,9 @@ SMALL = {
     "two groups, one with a window: a copy goes wrong": replace(WINDOW, prompts=((1, 2, 3),), checksums=True, flips=1),
 }
 
+MOVES = Config(prompts=((1,),), prefill_blocks=2, decode_blocks=(1, 1), prefill_restarts=0)
+"""Two attempts of a request, each with a lease and a decode worker of its own."""
+
 LARGE = {
     "tickets of others and changed ones": Config(
         prompts=((1,), (2,)),
@@ -61,6 +64,7 @@ LARGE = {
     ),
     "three blocks": Config(prompts=((1, 2, 3, 4, 5),), prefill_blocks=3, decode_blocks=(3,), max_binds=1, max_grants=1),
     "decode restarts": Config(decode_blocks=(2,), max_grants=1, decode_restarts=1),
+    "a request moves, and a decode worker dies": replace(MOVES, decode_restarts=1),
     "renewals in time": Config(decode_blocks=(2,), max_grants=1, ttl=2),
     "two attempts, prefill restarts": Config(decode_blocks=(2,)),
     "two readers of a lease, prefill restarts": Config(max_grants=1),
@@ -122,3 +126,14 @@ def test_the_search_reaches_what_it_is_about():
         "commit arrives", "answer arrives", "commit unanswered", "finish", "cancel", "release", "tick", "expire", "evict",
         "restart", "retry request",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_search_reaches_what_a_planned_move_does():
+    """The router gives up an attempt that decodes, and binds the next one elsewhere, before the first worker hears of it. What
+    it decides for a drain, an ejection or a trial is no more than that, at any moment."""
+    graph = explore(Handoff(MOVES), max_states=MAX_STATES, keep_labels=True).graph
+    edges = zip(graph.sources, graph.edge_labels, strict=True)
+    left = [graph.states[source] for source, label in edges if label[0] == "retry request"]
+    assert any(bind.active for s in left for decode in s.decodes for bind in decode.binds)
+    assert any(all(any(bind.active for bind in decode.binds) for decode in s.decodes) for s in graph.states)

@@ -23,7 +23,9 @@ FOUND_BY = {
     "a_hung_engine_is_not_noticed": 11,
     "a_repeat_on_a_link_is_taken_for_new": 20,
     "a_gap_on_a_link_is_ignored": 20,
-    "blocks_are_freed_under_a_read": 6,
+    "blocks_are_freed_under_a_read": 3,
+    "blocks_are_read_ahead_of_the_watermark": 2,
+    "a_staging_block_is_used_again_under_a_read": 4,
     "what_was_read_is_not_compared": 5,
     "missing_checksums_are_ok": 5,
     "a_hit_of_the_first_group_is_a_hit": 45,
@@ -35,9 +37,9 @@ FOUND_BY = {
     "a_hit_needs_no_window": 42,
     "a_dead_block_is_in_a_ticket": 11,
     "nothing_behind_the_window_is_freed_at_the_end": 2,
-    "promised_blocks_are_given_away": 10,
-    "a_prompt_is_promised_too_little": 10,
-    "a_prompt_is_admitted_without_its_bound": 6,
+    "promised_blocks_are_given_away": 21,
+    "a_prompt_is_promised_too_little": 21,
+    "a_prompt_is_admitted_without_its_bound": 21,
     "blocks_in_passing_are_shared_at_once": 11,
 }
 """The first seed that found it when this was written, which saves the seeds before it. All others follow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -246,6 +247,31 @@ def test_clients_that_leave_end_neither_the_child_nor_the_check(warm: bool):
             left.cancel()
         assert checker._checking is not None
         assert checker._checking.done()
+
+    asyncio.run(run())
+
+
+def test_a_check_that_fails_once_its_client_has_left_is_an_error_of_nobody():
+    async def run() -> None:
+        told: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        begun, left = asyncio.Event(), asyncio.Event()
+
+        async def exchange(constraint: Constraint) -> tuple[str, str]:
+            begun.set()
+            await left.wait()
+            raise Overloaded("the process that checks grammars was killed again and again", retry_after_s=1.0)
+
+        async with checking() as checker:
+            checker._exchange = exchange  # type: ignore[method-assign]
+            client = asyncio.create_task(checker.check(GOOD))
+            await begun.wait()
+            client.cancel()
+            await asyncio.wait([client])
+            left.set()
+        del checker, client  # what knows the check has gone, and a failure that nobody saw is told now
+        gc.collect()
+        assert not told
 
     asyncio.run(run())
 

@@ -73,7 +73,7 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[list[tuple[str, str]], 
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(client: openai.OpenAI, choice: str, parallel: bool) -> None:
     for temperature in (0.0, 1.2):
         answers = []

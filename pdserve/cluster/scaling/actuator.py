@@ -13,20 +13,19 @@ from typing import Final, Protocol
 
 from pdserve.cluster.events import ActuatorReplaced, Event, Listener, PolicyChanged, PoolsResized, WorkerChanged, WorkerPhase
 from pdserve.cluster.member import Member, State
-from pdserve.cluster.plan import Blueprint, WorkerPlan
-from pdserve.cluster.reading import reading_of
+from pdserve.cluster.plan import Blueprint, WorkerPlan, configured_sizes
 from pdserve.cluster.scaling.holds import Holds
 from pdserve.cluster.scaling.limits import limits_of
 from pdserve.cluster.scaling.membership import Marks, membership, reconcile
 from pdserve.cluster.scaling.planning import Planning
 from pdserve.cluster.scaling.port import Poll, Port, Refused, Replaced, Unanswered
+from pdserve.cluster.scaling.reading import reading_of
 from pdserve.cluster.scaling.report import report_of
 from pdserve.cluster.scaling.wanted import Mode, WantedSizes
 from pdserve.core.worker import Role
-from pdserve.planner.limits import PoolSizes
 from pdserve.planner.observe import ClusterReading
 from pdserve.planner.resizing import Cancel, Drain, Flip, PoolMember, Start, Step, other, steps_of
-from pdserve.rpc.v1 import scaling_pb2
+from pdserve.rpc.v1 import inference_pb2, scaling_pb2
 
 POLL_S: Final = 1.0  # workers report once a second
 
@@ -50,6 +49,9 @@ class Pool(Protocol):
     def move(self, worker_id: str, plan: WorkerPlan) -> None:
         """Let the next process of a worker start by another plan."""
 
+    def forgive(self, worker_id: str, pid: int) -> None:
+        """Do not count the death of a worker's process, since a request has ended it."""
+
 
 class Actuator:
     """The actuator over a pool and a router. All times are seconds of a clock that the caller passes in."""
@@ -60,7 +62,7 @@ class Actuator:
         self._blueprint, self._pool, self._port, self._listener = blueprint, pool, port, listener
         self._limits = limits_of(config)
         self.wanted = WantedSizes(
-            PoolSizes(config.prefill.replicas, config.decode.replicas),
+            configured_sizes(config),
             self._limits,
             automatic=config.autoscaling.enabled,
             unlimited=config.unlimited,
@@ -70,6 +72,7 @@ class Actuator:
         self._said: dict[str, WorkerChanged] = {}  # the last phase of each worker, as its pool told it
         self._holds = Holds()
         self._members: list[PoolMember] = []
+        self._forgiven: set[tuple[str, int]] = set()
         self._next_poll_s = 0.0
         self._replaced = False
 
@@ -78,9 +81,10 @@ class Actuator:
         if isinstance(event, WorkerChanged):
             self._said[event.worker_id] = event
 
-    def hopeless(self, role: Role) -> bool:
-        """Tell whether nobody will start another worker of the role."""
-        return self.wanted.mode is Mode.FIXED or self._replaced or self._holds.is_given_up(role)
+    def hopeless(self, role: Role, now_s: float) -> bool:
+        """Tell whether a worker of the role died too often, and nobody starts another one now."""
+        dead = [member for member in self._pool.members if member.state is State.GONE and not member.drained]
+        return self._holds.is_held(role, now_s) or (self._replaced and any(one.plan.role == role.value for one in dead))
 
     def tick(self, now_s: float) -> None:
         """Poll the router if it is time, and take the steps that the answer calls for."""
@@ -99,6 +103,7 @@ class Actuator:
         if answer is not None:
             for _ in report.events:
                 self.wanted.events.popleft()
+            self._forgive(answer.state)
             self._heard(answer, now_s)
         self._tell_news()
 
@@ -106,6 +111,14 @@ class Actuator:
         """End the policies' processes and the connection to the router. Idempotent."""
         self._planning.close()
         self._port.close()
+
+    def _forgive(self, state: inference_pb2.GetClusterStateResponse) -> None:
+        """Tell the pool which processes a request has ended that had ended another one before."""
+        ended = {(one.worker_id, one.pid) for one in state.poisoned_workers}
+        for worker_id, pid in sorted(ended - self._forgiven):
+            if any(member.worker_id == worker_id for member in self._pool.members):
+                self._pool.forgive(worker_id, pid)
+        self._forgiven = ended
 
     def _heard(self, answer: Poll, now_s: float) -> None:
         """Follow what has happened, take a new order, decide the sizes, and take the steps towards them."""
@@ -158,19 +171,18 @@ class Actuator:
                 self.wanted.moved(moved.role, why, now_s, moved.settled)
 
     def _bury(self, now_s: float) -> None:
-        """Forget workers that are gone. One that nobody wanted gone makes its pool smaller, or is replaced."""
+        """Forget workers that are gone. One that an operator drained makes its pool smaller, or is replaced. One that died too
+        often is started again after a hold."""
         for member in self._pool.members:
             if member.state is not State.GONE:
                 continue
             role, name = Role(member.plan.role), member.worker_id
             said = self._said.pop(name, None)
             if not member.drained:
-                why = f"{name} is dead: {said.detail if said else 'it died too often'}"
-                self.wanted.lost(role, why, now_s)
-                if self.wanted.mode is Mode.AUTOMATIC:
-                    self._holds.add(role, why, now_s)
+                self.wanted.note(f"{name} is dead: {said.detail if said else 'it died too often'}", now_s)
+                self._holds.add(role, now_s)
             elif name not in self._marks.drains and role not in self._marks.settled(name):
-                self.wanted.lost(role, f"{name} was drained", now_s)
+                self.wanted.drained(role, f"{name} was drained", now_s)
             self._marks.drains.pop(name, None)
             self._pool.forget(name)
 

@@ -1,54 +1,43 @@
-"""The roles of which no worker is started for a while, because the last ones could not start. Pure: time is passed in."""
+"""The roles of which no worker is started for a while, because one died too often. Pure: time is passed in."""
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 from pdserve.cluster.backoff import Backoff
-from pdserve.cluster.member import HOUR_S
 from pdserve.core.worker import Role
 
-FIRST_S: Final = 60.0  # a worker that could not start has tried for about a minute by itself
-LONGEST_S: Final = 600.0
-MOST: Final = 4  # within an hour; then the role is given up
+DAY_S: Final = 86_400.0
+FIRST_S: Final = 60.0  # a worker that died too often has tried for about two minutes by itself
+LONGEST_S: Final = 3600.0  # what kept workers from starting may be mended by others, and nobody may be there to say so
 
 
 class Holds:
-    """The holds of both roles. Each one is longer than the last; after `MOST` within an hour the role is given up."""
+    """The holds of both roles. Each one is twice as long as the last one of the day, and none is longer than an hour."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Begin anew."""
-        self._backoffs = {role: Backoff(MOST, HOUR_S, FIRST_S, LONGEST_S) for role in Role}
+        self._backoffs = {role: Backoff(sys.maxsize, DAY_S, FIRST_S, LONGEST_S) for role in Role}
         self._until_s: dict[Role, float] = {}
-        self._given_up: dict[Role, str] = {}
 
-    def add(self, role: Role, why: str, now_s: float) -> None:
-        """Hold back the role from now on, or give it up. `why` tells what happened to its last worker."""
-        hold_s = self._backoffs[role].next_delay_s(now_s)
-        if hold_s is None:
-            self._given_up[role] = why
-        else:
-            self._until_s[role] = now_s + hold_s
+    def add(self, role: Role, now_s: float) -> None:
+        """Hold back the role from now on. Workers that die while it is held have the same reason, and make it no longer."""
+        if not self.is_held(role, now_s):
+            self._until_s[role] = now_s + (self._backoffs[role].next_delay_s(now_s) or LONGEST_S)
 
     def is_held(self, role: Role, now_s: float) -> bool:
         """Tell whether no worker of the role may be started now."""
-        return role in self._given_up or now_s < self._until_s.get(role, now_s)
-
-    def is_given_up(self, role: Role) -> bool:
-        """Tell whether no worker of the role will be started before an operator orders sizes."""
-        return role in self._given_up
+        return now_s < self._until_s.get(role, now_s)
 
     def notes(self, now_s: float) -> list[str]:
         """Return a sentence for each role that is held back."""
-        held = [
-            f"No {role.value} worker is started for {until_s - now_s:.0f} s, because the last one could not start."
+        return [
+            f"No {role.value} worker is started for {until_s - now_s:.0f} s, because one died too often; `pdserve scale` "
+            "starts it at once."
             for role, until_s in self._until_s.items()
-            if until_s > now_s and role not in self._given_up
-        ]
-        return held + [
-            f"No {role.value} worker is started until `pdserve scale` orders sizes: {why}."
-            for role, why in self._given_up.items()
+            if until_s > now_s
         ]

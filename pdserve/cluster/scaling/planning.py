@@ -19,6 +19,7 @@ from pdserve.config import ClusterConfig
 from pdserve.core.ids import WorkerId
 from pdserve.core.settings.autoscaling import PLANNER
 from pdserve.core.worker import Role
+from pdserve.observe.log_files import log_file
 from pdserve.planner.limits import Limits, PoolSizes
 from pdserve.planner.observations import Observations
 from pdserve.planner.observe import ClusterReading, observe
@@ -115,4 +116,4 @@ def policies_of(config: ClusterConfig) -> list[tuple[Role, str, str]]:
 
 def policy_log(logs: Path, role: Role) -> Path:
     """Return the file with what the policy of a pool prints."""
-    return logs / f"{role.value}-policy.log"
+    return log_file(logs, f"{role.value}-policy.log")

@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.cluster.router_process import environment
 from pdserve.cluster.scaling.policy_child import Answer
+from pdserve.observe.log_files import empty_if_large, open_log
 from pdserve.planner.limits import MOST_WORKERS
 
 MODULE: Final = "pdserve.cluster.scaling.policy_child"
@@ -30,7 +31,8 @@ class PolicyProcess:
 
     def __init__(self, setting: str, name: str, log: Path) -> None:
         """`setting` and `name`: the setting and its value, `module:function`. Raises `OSError` if no process can be made."""
-        with log.open("ab") as file:
+        self._log = log
+        with open_log(log) as file:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", MODULE, setting, name],
                 stdin=subprocess.PIPE,
@@ -51,6 +53,7 @@ class PolicyProcess:
 
     def ask(self, line: bytes) -> None:
         """Send a question. Raises `Ended`."""
+        empty_if_large(self._log)
         questions = self._pipes[0]
         try:
             sent = os.write(questions.fileno(), line + b"\n")

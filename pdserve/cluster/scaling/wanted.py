@@ -1,7 +1,7 @@
 """The wanted sizes of the pools: who decides them, why they are so, and what changed them. Pure.
 
-In the mode FIXED the sizes are as configured or as an operator ordered. A worker that an operator drains, or that died too
-often, then makes its pool smaller, so that nobody starts another one. In the mode AUTOMATIC the planner decides.
+In the mode FIXED the sizes are as configured or as an operator ordered. A worker that an operator drains then makes its pool
+smaller, so that nobody starts another one. In the mode AUTOMATIC the planner decides.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class WantedSizes:
         self.refused = ""  # the reason why it was not followed
         self.events: deque[Resized] = deque(maxlen=EVENTS)  # those that the router does not have yet
         self.news: list[Resized] = []  # those that the listener was not told yet
+        self.ordered: PoolSizes | None = None  # as operators left them; None: as configured
         self._limits = limits
         self._unlimited = unlimited
 
@@ -72,7 +73,7 @@ class WantedSizes:
         if order.automatic:
             self.refused = self._unlimited
             if not self.refused:
-                self.mode = Mode.AUTOMATIC
+                self.mode, self.ordered = Mode.AUTOMATIC, None
                 self._note(f"order {order.number}: the planner decides the sizes", now_s)
         else:
             sizes = sizes_of(order.prefill, order.decode, self.sizes)
@@ -80,6 +81,7 @@ class WantedSizes:
             if not self.refused:
                 self.mode, self.reasons = Mode.FIXED, (f"An operator ordered the sizes (order {order.number}).",)
                 self._become(sizes, f"order {order.number} of an operator", now_s)
+                self.ordered = self.sizes
         if self.refused:
             self._note(f"order {order.number} is refused: {self.refused}", now_s)
         return True
@@ -91,12 +93,18 @@ class WantedSizes:
             if sizes != self.sizes:
                 self._become(sizes, _relevant(reasons, self.sizes, sizes), now_s)
 
-    def lost(self, role: Role, why: str, now_s: float) -> None:
-        """Let the pool become smaller, since a worker has left that nobody replaces. In the mode AUTOMATIC it is replaced."""
+    def keep(self, ordered: PoolSizes) -> None:
+        """Take over what operators ordered of an earlier actuator."""
+        self.mode, self.sizes, self.ordered = Mode.FIXED, ordered, ordered
+        self.reasons = ("An operator ordered the sizes before this `pdserve up` came.",)
+
+    def drained(self, role: Role, why: str, now_s: float) -> None:
+        """Let the pool become smaller, since an operator drained one of its workers. In the mode AUTOMATIC it is replaced."""
         if self.mode is Mode.FIXED:
             prefill = self.sizes.prefill - (role is Role.PREFILL)
             decode = self.sizes.decode - (role is Role.DECODE)
             self._become(PoolSizes(max(0, prefill), max(0, decode)), why, now_s)
+            self.ordered = self.sizes
         else:
             self._note(why, now_s)
 
@@ -108,6 +116,7 @@ class WantedSizes:
             prefill = self.sizes.prefill + (0 if Role.PREFILL in settled else more)
             decode = self.sizes.decode - (0 if Role.DECODE in settled else more)
             self._become(PoolSizes(max(0, prefill), max(0, decode)), why, now_s)
+            self.ordered = self.sizes
         else:
             self._note(why, now_s)
 

@@ -12,7 +12,7 @@ from pdserve.commands.requests import admin_options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pdserve.client import AdminClient, Stream
+    from pdserve.client import Stream
     from pdserve.rpc.v1 import inference_pb2
 
 
@@ -22,33 +22,37 @@ if TYPE_CHECKING:
 @click.option(
     "--on-host", metavar="HOST", help="Drain all workers at this address instead of WORKER; no worker there is no error."
 )
+@click.option("--force", is_flag=True, help="Drain also the last worker of its role, after which nobody is served.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the drain has begun.")
 @one_line_errors
-def drain(worker: str | None, address: str, cluster_token: str, on_host: str | None, no_wait: bool) -> int:
-    """Drain WORKER: it takes no new requests, finishes those that it has, hands over the KV that it lent, and leaves.
+def drain(worker: str | None, address: str, cluster_token: str, on_host: str | None, force: bool, no_wait: bool) -> int:
+    """Drain WORKER: it takes no new requests, those that it has move to other workers or end, and it leaves.
+
+    The last worker of a role leaves only with --force. --on-host forces as well: a host that leaves asks nobody.
 
     The command ends when the worker has left. Ctrl-C ends only the command; the worker goes on draining.
     """
     from pdserve.client import AdminClient
     from pdserve.commands.console import make_console
+    from pdserve.commands.scaling.leaving_host import drain_host
 
     if (worker is None) == (on_host is None):
         raise click.UsageError("give either WORKER or --on-host")
     console = make_console()
-    with AdminClient(address, cluster_token) as client:
-        names = [worker] if worker is not None else _on_host(client, on_host or "")
-        calls = {name: client.drain(name) for name in names}  # all drain together, and are watched one after the other
-        try:
-            left = [_begun(console, name, call) if no_wait else _left(console, name, call) for name, call in calls.items()]
-        except KeyboardInterrupt:
-            console.print("no longer watching; the drain goes on")
-            return INTERRUPTED
-    return 0 if all(left) else FAILED
-
-
-def _on_host(client: AdminClient, host: str) -> list[str]:
-    workers = client.cluster_state().workers
-    return [worker.hello.worker_id for worker in workers if worker.hello.address.rpartition(":")[0].strip("[]") == host]
+    try:
+        if on_host is not None:
+            drain_host(
+                address, cluster_token, on_host, lambda name: console.print(f"{name} has drained and left"), wait=not no_wait
+            )
+            return 0
+        assert worker is not None
+        with AdminClient(address, cluster_token) as client:
+            call = client.drain(worker, force=force)
+            left = _begun(console, worker, call) if no_wait else _left(console, worker, call)
+    except KeyboardInterrupt:
+        console.print("no longer watching; the drain goes on")
+        return INTERRUPTED
+    return 0 if left else FAILED
 
 
 def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:

@@ -88,8 +88,8 @@ def _show(console: Console, made: scaling_pb2.ScalingPlan, present: dict[str, An
 
 def _planned(client: AdminClient, config: ClusterConfig, seconds: float) -> scaling_pb2.ScalingPlan:
     """Plan once from what happens in the next `seconds`. Nothing is changed."""
-    from pdserve.cluster.reading import reading_of
     from pdserve.cluster.scaling.limits import limits_of, planner_settings, targets_of
+    from pdserve.cluster.scaling.reading import reading_of
     from pdserve.cluster.scaling.report import plan_to_wire
     from pdserve.planner.observe import observe
     from pdserve.planner.planner import PlannerState

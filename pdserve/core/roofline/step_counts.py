@@ -16,7 +16,8 @@ from pdserve.core.step_plan import StepPlan
 from pdserve.core.worker import WorkerLoad
 
 COUNTED: Final = (
-    "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes",
+    "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_steps", "prompt_flops",
+    "decode_read_bytes",
 )  # fmt: skip
 """The fields of `WorkerLoad` that are counted here."""
 _START: Final = attrgetter("start")
@@ -45,6 +46,7 @@ class StepCounts:
         self.computed_prompt_tokens = 0
         self.output_tokens = 0
         self.prompt_busy_s = 0.0
+        self.prompt_steps = 0
         self.decode_busy_s = 0.0
         self.prompt_flops = 0.0
         self.decode_read_bytes = 0.0
@@ -58,6 +60,7 @@ class StepCounts:
         self._steps += 1
         if prompt_tokens:
             self.prompt_busy_s += step_s
+            self.prompt_steps += 1
             if self._flops is not None:
                 self.prompt_flops += _flops(self._flops, plan)
         else:

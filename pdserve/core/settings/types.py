@@ -24,6 +24,8 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]  # a text such as 256MiB is accepted too
 NonNegativeBytes = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]  # the same, or 0
 
+MAX_PATH: Final = 500
+"""The names of all settings have fewer than 100 characters."""
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _WORDS: Final = {
     inspect.StrType: "text",
@@ -63,20 +65,34 @@ def check_types(config: Any, prefix: str = "") -> None:
 def _convert(hint: Any, value: Any, path: str) -> Any:
     """Return `value` as the type `hint`: an int becomes a float, a size such as 256MiB becomes bytes."""
     if hint is Any:
-        return value
+        return _plain(value, path)
     if typing.get_origin(hint) is dict and isinstance(value, dict):
         for name in value:
             if type(name) not in (str, int):  # YAML reads `no` and `~` as False and None
                 raise ConfigError(f"{path}: the name {name!r} is not text; write it in quotes")
         return {str(name): _convert(typing.get_args(hint)[1], item, f"{path}.{name}") for name, item in value.items()}
     try:
-        if hint in (Bytes, Bytes | None, NonNegativeBytes) and isinstance(value, str):
+        if hint in (Bytes, Bytes | None, NonNegativeBytes, NonNegativeBytes | None) and isinstance(value, str):
             value = parse_bytes(value)
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{path} must be {_accepted(inspect.type_info(hint))}, got {value!r}") from exc
     except ValueError as exc:
         raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _plain(value: Any, path: str) -> Any:
+    """Return a value of a section without declared types, such as that of a policy. Raises `ConfigError` for what a file of
+    settings cannot hold, for NaN, which no check of a limit finds, and for what is nested too deeply."""
+    if len(path) > MAX_PATH:  # YAML lets a list hold itself
+        raise ConfigError(f"{path[:MAX_PATH]}... is nested too deeply: the name of a setting has at most {MAX_PATH} characters")
+    if isinstance(value, dict):
+        return _convert(dict[str, Any], value, path)
+    if isinstance(value, list):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if value is None or (type(value) in (bool, int, float, str) and value == value):  # NaN alone differs from itself
+        return value
+    raise ConfigError(f"{path} must be text, a number, true, false, null, a list or a section, got {value!r}")
 
 
 def check_not_under(config: object, name: str, than: str, *, times: int = 1) -> None:

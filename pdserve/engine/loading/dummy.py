@@ -39,6 +39,10 @@ class DummyTensors:
         """Return the function that writes a tensor's numbers."""
         yield self._copy
 
+    def digest(self) -> str:
+        """Return a name of all numbers. The code makes them, and the fingerprint of the model says so."""
+        return "dummy"
+
     def _copy(self, name: str, into: Tensor) -> None:
         vector = into.dim() == 1
         centre = 1.0 - self._offset if name in self._norms else 0.0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.checkpoint.layout import weight_files
 from pdserve.core.errors import ConfigError
+from pdserve.engine.loading.digest import TensorDigests
 from pdserve.engine.loading.source import Copy, Shape
 
 FLOATS: Final = ("BF16", "F16", "F32", "F64")
@@ -48,6 +49,8 @@ class CheckpointFiles:
         in two files, those whose dtype is not read, or the file that cannot be read or is cut off.
         """
         self._headers: dict[str, _Header] = {}
+        self._expected = tuple(expected)
+        self._digests = TensorDigests()
         problems = []
         for path in weight_files(directory):
             with _open(path) as file:
@@ -69,17 +72,39 @@ class CheckpointFiles:
 
     @contextmanager
     def opened(self) -> Iterator[Copy]:
-        """Return the function that copies tensors out of the files. The files are closed at the end of the context."""
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
+        """Return the function that copies tensors out of the files, which are closed at the end of the context. What is
+        copied is digested meanwhile, and the end waits for that."""
+        with self._reading() as read:
 
             def copy(name: str, into: Tensor) -> None:
+                into.copy_(read(name))
+
+            yield copy
+
+    def digest(self) -> str:
+        """Return the digest of all expected tensors. Those that nobody has copied yet are read now."""
+        with self._reading() as read:
+            for name in self._expected:
+                if name not in self._digests:
+                    read(name)
+        return self._digests.hexdigest()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Callable[[str], Tensor]]:
+        """Return the function that maps a tensor's bytes, and digests them from there."""
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            adding = stack.enter_context(self._digests.adding())
+
+            def read(name: str) -> Tensor:
                 path = self._headers[name].path
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
-                into.copy_(files[path].get_tensor(name))
+                tensor: Tensor = files[path].get_tensor(name)
+                adding.add(name, tensor)
+                return tensor
 
-            yield copy
+            yield read
 
 
 @contextmanager

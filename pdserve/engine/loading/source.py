@@ -18,3 +18,6 @@ class TensorSource(Protocol):
 
     def opened(self) -> AbstractContextManager[Copy]:
         """Return the function that copies tensors. What it opens is closed at the end of the context."""
+
+    def digest(self) -> str:
+        """Return a name of all numbers of the model: another byte gives another name."""

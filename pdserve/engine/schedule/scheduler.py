@@ -43,7 +43,7 @@ from pdserve.engine.schedule.room import Room
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
 from pdserve.engine.schedule.step_rates import StepRates
-from pdserve.engine.schedule.turns import floor_of, overtaken, turn_of
+from pdserve.engine.schedule.turns import Turns, floor_of, overtaken
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
@@ -100,7 +100,7 @@ class Scheduler:
         self.rates = StepRates()
         self.shortage: Shortage | None = None  # the KV group that had no room when `reserve` was last asked
         self._arrivals = 0
-        self._prompt_tokens = 0  # prompt tokens planned so far: the clock for turns
+        self._turns = Turns(max_num_batched_tokens)
         self._steps = 0  # steps planned so far
         self._sequences: dict[SeqId, Sequence] = {}
         # A sequence is in the list of its state, and in no other one: only `_move` changes these lists.
@@ -332,7 +332,7 @@ class Scheduler:
         assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
         assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        turn = turn_of(self._prompt_tokens, spec.priority, self._largest_step)
+        turn = self._turns.of(spec, 0 if kind is SequenceKind.INBOUND else len(tokens))
         seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule)
         seq.chain = chain
         self._sequences[seq_id] = seq
@@ -440,7 +440,7 @@ class Scheduler:
         self._room.take(seq, count)
         chunks.append((seq, count))
         seq.served = self._steps
-        self._prompt_tokens += count
+        self._turns.planned(seq, count, len(self._prefilling) + len(self._waiting))
         return count
 
     def _head_fits(self) -> bool:

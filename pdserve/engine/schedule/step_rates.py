@@ -68,6 +68,8 @@ class StepRates:
     def __init__(self) -> None:
         self._rate = 0.0
         self._rate_tokens = 0
+        self._told = 0.0
+        """The rate that was known when the steps with prompts last began anew. 0: none was."""
         self._with_prompts = Kind()
         self._decodes = Kind()
         self._strain = 1.0
@@ -81,8 +83,13 @@ class StepRates:
     @property
     def prompt_tokens_per_s(self) -> float:
         """The mean rate of steps that compute prompts, in prompt tokens a second. Each step counts by its prompt tokens, so a
-        step of a few tokens, which is slow for each of them, changes little. 0: fewer than `KNOWN_TOKENS` were computed."""
-        return self._rate if self._rate_tokens >= KNOWN_TOKENS else 0.0
+        step of a few tokens, which is slow for each of them, changes little. 0: fewer than `KNOWN_TOKENS` were computed.
+
+        A rate that was known stays known: while its kind begins anew, the better one of the last rate and of the few tokens
+        since counts, for a step of few tokens is no faster than others. A decode worker that had lost the rate of its start to
+        one fast probe would otherwise never get a prompt by which it could learn another.
+        """
+        return self._rate if self._rate_tokens >= KNOWN_TOKENS else max(self._told, self._rate) if self._told else 0.0
 
     @property
     def decode_step_s(self) -> float:
@@ -119,6 +126,7 @@ class StepRates:
     def _begin_anew(self, *, with_prompts: bool) -> Kind:
         kind = Kind()
         if with_prompts:
+            self._told = self.prompt_tokens_per_s
             self._with_prompts, self._rate_tokens, self._strain = kind, 0, 1.0
         else:
             self._decodes = kind

@@ -1,9 +1,14 @@
-"""The order in which prompts are computed: priorities that age, and a floor for prompts that have begun. It is pure.
+"""The order in which prompts are computed: turns between clients, priorities that age, and a floor for prompts that have begun.
+It is pure.
 
-A priority is worth time. The clock counts planned prompt tokens. A sequence's turn is the clock at its arrival, less a fixed
-number of tokens for each level of its priority. So a larger priority overtakes earlier sequences. But a waiting sequence is
-overtaken only by those that arrive within that time, so its wait is bounded whatever others ask for. Turns do not change,
-so lists that are sorted by them stay sorted.
+Prompts of one client and priority stand behind each other: each begins, on the scale of turns, where the one before it ends
+(start-time fair queueing). A client that had no prompt begins at the virtual time, which rises with all computed prompt tokens,
+by the share of one prompt. So 64 prompts of one client delay the prompt of another one by about one of them.
+
+A priority is worth time. The clock counts planned prompt tokens, and clients that are not known begin at it. A sequence's turn
+is the time at which it begins, less a fixed number of tokens for each level of its priority. So a larger priority overtakes
+earlier sequences. But a waiting sequence is overtaken only by those that arrive within that time, so its wait is bounded
+whatever others ask for. Turns do not change, so lists that are sorted by them stay sorted.
 
 A running prompt that is overtaken holds blocks and mostly a lease, which a reader renews and waits for. So it goes on: a
 part of each step is kept for such prompts, which take it in turn.
@@ -14,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Final
 
+from pdserve.core.request_spec import RequestSpec
 from pdserve.engine.schedule.sequence import Sequence
 
 STEPS_A_LEVEL: Final = 16
@@ -24,12 +30,38 @@ FLOOR_SHARE: Final = 4
 slower, and twice as slow where a step has few units."""
 
 
-def turn_of(clock: int, priority: int, token_budget: int) -> int:
-    """Return the turn of a new sequence, in prompt tokens.
+KEPT_CLIENTS: Final = 1024
+"""At most about so many clients are remembered. A forgotten one begins at the virtual time like a new one."""
 
-    clock: prompt tokens planned before its arrival. token_budget: tokens that one step may compute.
-    """
-    return clock - priority * STEPS_A_LEVEL * token_budget
+
+class Turns:
+    """Gives sequences their turns, in prompt tokens. A turn does not change."""
+
+    def __init__(self, token_budget: int) -> None:
+        """token_budget: tokens that one step may compute."""
+        self._level = STEPS_A_LEVEL * token_budget
+        self._clock = 0  # prompt tokens planned so far
+        self._virtual = self._top = 0.0
+        self._ends: dict[tuple[int, int], float] = {}  # of a client and priority: where its last prompt ends
+
+    def of(self, spec: RequestSpec, tokens: int) -> int:
+        """Return the turn of a new sequence that computes so many tokens here; 0: it computes no prompt."""
+        if not spec.client:
+            return self._clock - spec.priority * self._level
+        key = spec.client, spec.priority
+        begin = max(self._virtual, self._ends.get(key, 0.0))
+        if tokens:
+            self._ends[key] = begin + tokens
+            self._top = max(self._top, begin + tokens)
+            if len(self._ends) > 2 * KEPT_CLIENTS:
+                self._ends = dict(sorted(self._ends.items(), key=lambda item: -item[1])[:KEPT_CLIENTS])
+        return int(begin) - spec.priority * self._level
+
+    def planned(self, seq: Sequence, tokens: int, prompts: int) -> None:
+        """Count tokens of a sequence that the next step computes. prompts: those that wait or run, this one included."""
+        self._clock += tokens
+        begins = seq.turn + seq.spec.priority * self._level if seq.spec.client else 0
+        self._virtual = max(self._virtual, begins, min(self._top, self._virtual + tokens / max(1, prompts)))
 
 
 def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | None:

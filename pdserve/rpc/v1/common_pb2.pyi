@@ -38,6 +38,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNKNOWN_REQUEST: _ClassVar[ErrorReason]
     ERROR_REASON_STALE_ORDER: _ClassVar[ErrorReason]
     ERROR_REASON_CANNOT_FLIP: _ClassVar[ErrorReason]
+    ERROR_REASON_CANNOT_DRAIN: _ClassVar[ErrorReason]
+    ERROR_REASON_POISON_REQUEST: _ClassVar[ErrorReason]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -77,6 +79,8 @@ ERROR_REASON_KV_ROTTED: ErrorReason
 ERROR_REASON_UNKNOWN_REQUEST: ErrorReason
 ERROR_REASON_STALE_ORDER: ErrorReason
 ERROR_REASON_CANNOT_FLIP: ErrorReason
+ERROR_REASON_CANNOT_DRAIN: ErrorReason
+ERROR_REASON_POISON_REQUEST: ErrorReason
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -153,20 +157,22 @@ class Choices(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("prompt_ids", "sampling", "priority", "cache_salt", "constraint", "tpot_s")
+    __slots__ = ("prompt_ids", "sampling", "priority", "cache_salt", "constraint", "tpot_s", "client")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: bytes
     sampling: SamplingParams
     priority: int
     cache_salt: str
     constraint: StructuredOutputs
     tpot_s: float
-    def __init__(self, prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+    client: int
+    def __init__(self, prompt_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., constraint: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., tpot_s: _Optional[float] = ..., client: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("chosen", "top_ids", "top")
@@ -211,7 +217,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., quarantined: _Optional[int] = ..., unaccounted: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "held_tokens")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "model_digest", "held_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +243,7 @@ class WorkerHello(_message.Message):
     PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PEAK_FLOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PEAK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
@@ -263,11 +270,12 @@ class WorkerHello(_message.Message):
     peer_version: int
     peak_flops_per_s: float
     peak_bytes_per_s: float
+    model_digest: str
     held_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., model_digest: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "uptime_s", "experts")
+    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "prompt_steps", "uptime_s", "experts")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +300,7 @@ class WorkerLoad(_message.Message):
     PROMPT_FLOPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_STEPS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     blocks: BlockCounts
@@ -318,9 +327,10 @@ class WorkerLoad(_message.Message):
     prompt_flops: float
     decode_read_bytes: float
     max_num_seqs: int
+    prompt_steps: int
     uptime_s: float
     experts: ExpertLoad
-    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prompt_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., prompt_flops: _Optional[float] = ..., decode_read_bytes: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., uptime_s: _Optional[float] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prompt_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., prompt_flops: _Optional[float] = ..., decode_read_bytes: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("choices", "imbalance", "worst_imbalance", "hottest")

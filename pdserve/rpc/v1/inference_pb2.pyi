@@ -322,11 +322,15 @@ class GetModelInfoResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class GetClusterStateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "classes", "demand", "scaling")
+    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "classes", "demand", "scaling", "next_page_token", "num_set_aside_pairs", "set_aside_counts", "poisoned_workers")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +341,10 @@ class GetClusterStateResponse(_message.Message):
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     DEMAND_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_SET_ASIDE_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    POISONED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     queued_requests: int
     running_requests: int
@@ -347,7 +355,29 @@ class GetClusterStateResponse(_message.Message):
     classes: _containers.RepeatedCompositeFieldContainer[ClassState]
     demand: Demand
     scaling: _scaling_pb2.ScalingState
-    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., scaling: _Optional[_Union[_scaling_pb2.ScalingState, _Mapping]] = ...) -> None: ...
+    next_page_token: str
+    num_set_aside_pairs: int
+    set_aside_counts: _containers.RepeatedCompositeFieldContainer[SetAsideCount]
+    poisoned_workers: _containers.RepeatedCompositeFieldContainer[PoisonedWorker]
+    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., scaling: _Optional[_Union[_scaling_pb2.ScalingState, _Mapping]] = ..., next_page_token: _Optional[str] = ..., num_set_aside_pairs: _Optional[int] = ..., set_aside_counts: _Optional[_Iterable[_Union[SetAsideCount, _Mapping]]] = ..., poisoned_workers: _Optional[_Iterable[_Union[PoisonedWorker, _Mapping]]] = ...) -> None: ...
+
+class PoisonedWorker(_message.Message):
+    __slots__ = ("worker_id", "pid")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    pid: int
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class SetAsideCount(_message.Message):
+    __slots__ = ("worker_id", "role", "pairs")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _common_pb2.Role
+    pairs: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., pairs: _Optional[int] = ...) -> None: ...
 
 class Demand(_message.Message):
     __slots__ = ("uptime_s", "requests", "prompt_tokens", "output_tokens", "refused", "queued_prompt_tokens", "longest_wait_s", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed")
@@ -446,14 +476,16 @@ class Utilisation(_message.Message):
     def __init__(self, busy: _Optional[float] = ..., mfu: _Optional[float] = ..., mbu: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "term")
+    __slots__ = ("worker_id", "incarnation", "term", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     term: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., term: _Optional[int] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
     __slots__ = ("requests_placed", "running_sequences", "leases_held", "blocks_held", "elapsed_s", "done", "incarnation")

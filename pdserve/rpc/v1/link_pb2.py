@@ -28,7 +28,7 @@ from pdserve.rpc.v1 import decode_pb2 as pdserve_dot_rpc_dot_v1_dot_decode__pb2
 from pdserve.rpc.v1 import story_pb2 as pdserve_dot_rpc_dot_v1_dot_story__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/link.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1cpdserve/rpc/v1/prefill.proto\x1a\x1bpdserve/rpc/v1/decode.proto\x1a\x1apdserve/rpc/v1/story.proto\"\xad\x05\n\rWorkerMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x15\n\rtakes_bundles\x18\x10 \x01(\x08\x12\x0e\n\x06\x62undle\x18\x11 \x03(\x0c\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoadH\x00\x12/\n\nstep_batch\x18\x03 \x01(\x0b\x32\x19.pdserve.rpc.v1.StepBatchH\x00\x12\x39\n\x0fprefill_started\x18\x04 \x01(\x0b\x32\x1e.pdserve.rpc.v1.PrefillStartedH\x00\x12,\n\x08reserved\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReservedH\x00\x12)\n\x07no_room\x18\x06 \x01(\x0b\x32\x16.pdserve.rpc.v1.NoRoomH\x00\x12\x33\n\x0ckv_committed\x18\x07 \x01(\x0b\x32\x1b.pdserve.rpc.v1.KvCommittedH\x00\x12\x37\n\x0erequest_failed\x18\x08 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestFailedH\x00\x12\x31\n\x0bworker_lost\x18\x46 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLostH\x00\x12\x37\n\x0ework_explained\x18Z \x01(\x0b\x32\x1d.pdserve.rpc.v1.WorkExplainedH\x00\x12\x33\n\x0cprefix_delta\x18x \x01(\x0b\x32\x1b.pdserve.rpc.v1.PrefixDeltaH\x00\x12*\n\x07refused\x18y \x01(\x0b\x32\x17.pdserve.rpc.v1.RefusedH\x00\x42\x06\n\x04\x62ody\"\xb3\x04\n\rRouterMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x15\n\rtakes_bundles\x18\x10 \x01(\x08\x12\x0e\n\x06\x62undle\x18\x11 \x03(\x0c\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.WelcomeH\x00\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.PrefillH\x00\x12$\n\x04\x62ind\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BindH\x00\x12(\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x16.pdserve.rpc.v1.AttachH\x00\x12(\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x16.pdserve.rpc.v1.CancelH\x00\x12&\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.DrainH\x00\x12&\n\x05\x61live\x18\x07 \x01(\x0b\x32\x15.pdserve.rpc.v1.AliveH\x00\x12\x33\n\x0c\x65xplain_work\x18Z \x01(\x0b\x32\x1b.pdserve.rpc.v1.ExplainWorkH\x00\x12\x35\n\rprefix_resync\x18x \x01(\x0b\x32\x1c.pdserve.rpc.v1.PrefixResyncH\x00\x12/\n\nset_budget\x18y \x01(\x0b\x32\x19.pdserve.rpc.v1.SetBudgetH\x00\x12$\n\x04\x66lip\x18z \x01(\x0b\x32\x14.pdserve.rpc.v1.FlipH\x00\x42\x06\n\x04\x62ody\";\n\x07Welcome\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x14\n\x0clink_version\x18x \x01(\r\"\x07\n\x05\x41live\"\x07\n\x05\x44rain\"*\n\x04\x46lip\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\"\x19\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"2\n\tStepBatch\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.StepRow\"\xd7\x01\n\x07StepRow\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\x0c\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12*\n\x08logprobs\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"r\n\rRequestFailed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pdserve.rpc.v1.ErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x13\n\x0bpair_failed\x18< \x01(\x08\"\x1d\n\nWorkerLost\x12\x0f\n\x07message\x18\x01 \x01(\t\"[\n\x0bPrefixDelta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12\x0c\n\x04\x66ull\x18\x05 \x01(\x08\"\x0e\n\x0cPrefixResync\"A\n\tSetBudget\x12\x1e\n\x16max_num_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x32Y\n\nWorkerLink\x12K\n\x07\x43onnect\x12\x1d.pdserve.rpc.v1.WorkerMessage\x1a\x1d.pdserve.rpc.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/link.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\x1a\x1cpdserve/rpc/v1/prefill.proto\x1a\x1bpdserve/rpc/v1/decode.proto\x1a\x1apdserve/rpc/v1/story.proto\"\xeb\x05\n\rWorkerMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x15\n\rtakes_bundles\x18\x10 \x01(\x08\x12\x0e\n\x06\x62undle\x18\x11 \x03(\x0c\x12\x11\n\x08received\x18\xdc\x01 \x01(\x04\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.pdserve.rpc.v1.WorkerHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLoadH\x00\x12/\n\nstep_batch\x18\x03 \x01(\x0b\x32\x19.pdserve.rpc.v1.StepBatchH\x00\x12\x39\n\x0fprefill_started\x18\x04 \x01(\x0b\x32\x1e.pdserve.rpc.v1.PrefillStartedH\x00\x12,\n\x08reserved\x18\x05 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReservedH\x00\x12)\n\x07no_room\x18\x06 \x01(\x0b\x32\x16.pdserve.rpc.v1.NoRoomH\x00\x12\x33\n\x0ckv_committed\x18\x07 \x01(\x0b\x32\x1b.pdserve.rpc.v1.KvCommittedH\x00\x12\x37\n\x0erequest_failed\x18\x08 \x01(\x0b\x32\x1d.pdserve.rpc.v1.RequestFailedH\x00\x12\x31\n\x0bworker_lost\x18\x46 \x01(\x0b\x32\x1a.pdserve.rpc.v1.WorkerLostH\x00\x12\x37\n\x0ework_explained\x18Z \x01(\x0b\x32\x1d.pdserve.rpc.v1.WorkExplainedH\x00\x12\x33\n\x0cprefix_delta\x18x \x01(\x0b\x32\x1b.pdserve.rpc.v1.PrefixDeltaH\x00\x12*\n\x07refused\x18y \x01(\x0b\x32\x17.pdserve.rpc.v1.RefusedH\x00\x12)\n\x06resume\x18\xdd\x01 \x01(\x0b\x32\x16.pdserve.rpc.v1.ResumeH\x00\x42\x06\n\x04\x62ody\"\xf3\x04\n\rRouterMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x15\n\rtakes_bundles\x18\x10 \x01(\x08\x12\x0e\n\x06\x62undle\x18\x11 \x03(\x0c\x12\x11\n\x08received\x18\xdc\x01 \x01(\x04\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.WelcomeH\x00\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x17.pdserve.rpc.v1.PrefillH\x00\x12$\n\x04\x62ind\x18\x03 \x01(\x0b\x32\x14.pdserve.rpc.v1.BindH\x00\x12(\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x16.pdserve.rpc.v1.AttachH\x00\x12(\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x16.pdserve.rpc.v1.CancelH\x00\x12&\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x15.pdserve.rpc.v1.DrainH\x00\x12&\n\x05\x61live\x18\x07 \x01(\x0b\x32\x15.pdserve.rpc.v1.AliveH\x00\x12\x33\n\x0c\x65xplain_work\x18Z \x01(\x0b\x32\x1b.pdserve.rpc.v1.ExplainWorkH\x00\x12\x35\n\rprefix_resync\x18x \x01(\x0b\x32\x1c.pdserve.rpc.v1.PrefixResyncH\x00\x12/\n\nset_budget\x18y \x01(\x0b\x32\x19.pdserve.rpc.v1.SetBudgetH\x00\x12$\n\x04\x66lip\x18z \x01(\x0b\x32\x14.pdserve.rpc.v1.FlipH\x00\x12+\n\x07resumed\x18\xdd\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.ResumedH\x00\x42\x06\n\x04\x62ody\"N\n\x07Welcome\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\x06\x12\x14\n\x0clink_version\x18x \x01(\r\x12\x11\n\x08link_key\x18\xdc\x01 \x01(\x0c\"\x1a\n\x06Resume\x12\x10\n\x08link_key\x18\x01 \x01(\x0c\"\t\n\x07Resumed\"\x07\n\x05\x41live\"\x07\n\x05\x44rain\"*\n\x04\x46lip\x12\"\n\x04role\x18\x01 \x01(\x0e\x32\x14.pdserve.rpc.v1.Role\"\x19\n\x07Refused\x12\x0e\n\x06handle\x18\x01 \x01(\x04\"2\n\tStepBatch\x12%\n\x04rows\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.StepRow\"\xd7\x01\n\x07StepRow\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\x0c\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\x12*\n\x08logprobs\x18\x06 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.pdserve.rpc.v1.Logprobs\"r\n\rRequestFailed\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pdserve.rpc.v1.ErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x13\n\x0bpair_failed\x18< \x01(\x08\"\x1d\n\nWorkerLost\x12\x0f\n\x07message\x18\x01 \x01(\t\"[\n\x0bPrefixDelta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12\x0c\n\x04\x66ull\x18\x05 \x01(\x08\"\x0e\n\x0cPrefixResync\"A\n\tSetBudget\x12\x1e\n\x16max_num_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x32Y\n\nWorkerLink\x12K\n\x07\x43onnect\x12\x1d.pdserve.rpc.v1.WorkerMessage\x1a\x1d.pdserve.rpc.v1.RouterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.link_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERMESSAGE']._serialized_start=162
-  _globals['_WORKERMESSAGE']._serialized_end=847
-  _globals['_ROUTERMESSAGE']._serialized_start=850
-  _globals['_ROUTERMESSAGE']._serialized_end=1413
-  _globals['_WELCOME']._serialized_start=1415
-  _globals['_WELCOME']._serialized_end=1474
-  _globals['_ALIVE']._serialized_start=1476
-  _globals['_ALIVE']._serialized_end=1483
-  _globals['_DRAIN']._serialized_start=1485
-  _globals['_DRAIN']._serialized_end=1492
-  _globals['_FLIP']._serialized_start=1494
-  _globals['_FLIP']._serialized_end=1536
-  _globals['_REFUSED']._serialized_start=1538
-  _globals['_REFUSED']._serialized_end=1563
-  _globals['_STEPBATCH']._serialized_start=1565
-  _globals['_STEPBATCH']._serialized_end=1615
-  _globals['_STEPROW']._serialized_start=1618
-  _globals['_STEPROW']._serialized_end=1833
-  _globals['_REQUESTFAILED']._serialized_start=1835
-  _globals['_REQUESTFAILED']._serialized_end=1949
-  _globals['_WORKERLOST']._serialized_start=1951
-  _globals['_WORKERLOST']._serialized_end=1980
-  _globals['_PREFIXDELTA']._serialized_start=1982
-  _globals['_PREFIXDELTA']._serialized_end=2073
-  _globals['_PREFIXRESYNC']._serialized_start=2075
-  _globals['_PREFIXRESYNC']._serialized_end=2089
-  _globals['_SETBUDGET']._serialized_start=2091
-  _globals['_SETBUDGET']._serialized_end=2156
-  _globals['_CANCEL']._serialized_start=2158
-  _globals['_CANCEL']._serialized_end=2182
-  _globals['_WORKERLINK']._serialized_start=2184
-  _globals['_WORKERLINK']._serialized_end=2273
+  _globals['_WORKERMESSAGE']._serialized_end=909
+  _globals['_ROUTERMESSAGE']._serialized_start=912
+  _globals['_ROUTERMESSAGE']._serialized_end=1539
+  _globals['_WELCOME']._serialized_start=1541
+  _globals['_WELCOME']._serialized_end=1619
+  _globals['_RESUME']._serialized_start=1621
+  _globals['_RESUME']._serialized_end=1647
+  _globals['_RESUMED']._serialized_start=1649
+  _globals['_RESUMED']._serialized_end=1658
+  _globals['_ALIVE']._serialized_start=1660
+  _globals['_ALIVE']._serialized_end=1667
+  _globals['_DRAIN']._serialized_start=1669
+  _globals['_DRAIN']._serialized_end=1676
+  _globals['_FLIP']._serialized_start=1678
+  _globals['_FLIP']._serialized_end=1720
+  _globals['_REFUSED']._serialized_start=1722
+  _globals['_REFUSED']._serialized_end=1747
+  _globals['_STEPBATCH']._serialized_start=1749
+  _globals['_STEPBATCH']._serialized_end=1799
+  _globals['_STEPROW']._serialized_start=1802
+  _globals['_STEPROW']._serialized_end=2017
+  _globals['_REQUESTFAILED']._serialized_start=2019
+  _globals['_REQUESTFAILED']._serialized_end=2133
+  _globals['_WORKERLOST']._serialized_start=2135
+  _globals['_WORKERLOST']._serialized_end=2164
+  _globals['_PREFIXDELTA']._serialized_start=2166
+  _globals['_PREFIXDELTA']._serialized_end=2257
+  _globals['_PREFIXRESYNC']._serialized_start=2259
+  _globals['_PREFIXRESYNC']._serialized_end=2273
+  _globals['_SETBUDGET']._serialized_start=2275
+  _globals['_SETBUDGET']._serialized_end=2340
+  _globals['_CANCEL']._serialized_start=2342
+  _globals['_CANCEL']._serialized_end=2366
+  _globals['_WORKERLINK']._serialized_start=2368
+  _globals['_WORKERLINK']._serialized_end=2457
 # @@protoc_insertion_point(module_scope)

@@ -11,10 +11,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("number", "takes_bundles", "bundle", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained", "prefix_delta", "refused")
+    __slots__ = ("number", "takes_bundles", "bundle", "received", "hello", "heartbeat", "step_batch", "prefill_started", "reserved", "no_room", "kv_committed", "request_failed", "worker_lost", "work_explained", "prefix_delta", "refused", "resume")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TAKES_BUNDLES_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STEP_BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -27,9 +28,11 @@ class WorkerMessage(_message.Message):
     WORK_EXPLAINED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DELTA_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     number: int
     takes_bundles: bool
     bundle: _containers.RepeatedScalarFieldContainer[bytes]
+    received: int
     hello: _common_pb2.WorkerHello
     heartbeat: _common_pb2.WorkerLoad
     step_batch: StepBatch
@@ -42,13 +45,15 @@ class WorkerMessage(_message.Message):
     work_explained: _story_pb2.WorkExplained
     prefix_delta: PrefixDelta
     refused: Refused
-    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ..., prefix_delta: _Optional[_Union[PrefixDelta, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    resume: Resume
+    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., received: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., step_batch: _Optional[_Union[StepBatch, _Mapping]] = ..., prefill_started: _Optional[_Union[_prefill_pb2.PrefillStarted, _Mapping]] = ..., reserved: _Optional[_Union[_decode_pb2.Reserved, _Mapping]] = ..., no_room: _Optional[_Union[_decode_pb2.NoRoom, _Mapping]] = ..., kv_committed: _Optional[_Union[_decode_pb2.KvCommitted, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., worker_lost: _Optional[_Union[WorkerLost, _Mapping]] = ..., work_explained: _Optional[_Union[_story_pb2.WorkExplained, _Mapping]] = ..., prefix_delta: _Optional[_Union[PrefixDelta, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("number", "takes_bundles", "bundle", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work", "prefix_resync", "set_budget", "flip")
+    __slots__ = ("number", "takes_bundles", "bundle", "received", "welcome", "prefill", "bind", "attach", "cancel", "drain", "alive", "explain_work", "prefix_resync", "set_budget", "flip", "resumed")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TAKES_BUNDLES_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     BIND_FIELD_NUMBER: _ClassVar[int]
@@ -60,9 +65,11 @@ class RouterMessage(_message.Message):
     PREFIX_RESYNC_FIELD_NUMBER: _ClassVar[int]
     SET_BUDGET_FIELD_NUMBER: _ClassVar[int]
     FLIP_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     number: int
     takes_bundles: bool
     bundle: _containers.RepeatedScalarFieldContainer[bytes]
+    received: int
     welcome: Welcome
     prefill: _prefill_pb2.Prefill
     bind: _decode_pb2.Bind
@@ -74,15 +81,28 @@ class RouterMessage(_message.Message):
     prefix_resync: PrefixResync
     set_budget: SetBudget
     flip: Flip
-    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ..., prefix_resync: _Optional[_Union[PrefixResync, _Mapping]] = ..., set_budget: _Optional[_Union[SetBudget, _Mapping]] = ..., flip: _Optional[_Union[Flip, _Mapping]] = ...) -> None: ...
+    resumed: Resumed
+    def __init__(self, number: _Optional[int] = ..., takes_bundles: _Optional[bool] = ..., bundle: _Optional[_Iterable[bytes]] = ..., received: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[_prefill_pb2.Prefill, _Mapping]] = ..., bind: _Optional[_Union[_decode_pb2.Bind, _Mapping]] = ..., attach: _Optional[_Union[_decode_pb2.Attach, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., explain_work: _Optional[_Union[_story_pb2.ExplainWork, _Mapping]] = ..., prefix_resync: _Optional[_Union[PrefixResync, _Mapping]] = ..., set_budget: _Optional[_Union[SetBudget, _Mapping]] = ..., flip: _Optional[_Union[Flip, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("router_incarnation", "link_version")
+    __slots__ = ("router_incarnation", "link_version", "link_key")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LINK_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LINK_KEY_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: int
     link_version: int
-    def __init__(self, router_incarnation: _Optional[int] = ..., link_version: _Optional[int] = ...) -> None: ...
+    link_key: bytes
+    def __init__(self, router_incarnation: _Optional[int] = ..., link_version: _Optional[int] = ..., link_key: _Optional[bytes] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("link_key",)
+    LINK_KEY_FIELD_NUMBER: _ClassVar[int]
+    link_key: bytes
+    def __init__(self, link_key: _Optional[bytes] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Alive(_message.Message):
     __slots__ = ()

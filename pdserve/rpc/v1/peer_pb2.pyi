@@ -29,28 +29,32 @@ COMMIT_RESULT_GONE: CommitResult
 COMMIT_RESULT_CORRUPT: CommitResult
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("transport", "oldest_peer_version", "peer_version")
+    __slots__ = ("transport", "oldest_peer_version", "peer_version", "model_digest")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     transport: str
     oldest_peer_version: int
     peer_version: int
-    def __init__(self, transport: _Optional[str] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, transport: _Optional[str] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("incarnation", "agent_metadata", "transport", "oldest_peer_version", "peer_version")
+    __slots__ = ("incarnation", "agent_metadata", "transport", "oldest_peer_version", "peer_version", "model_digest")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PEER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     agent_metadata: bytes
     transport: str
     oldest_peer_version: int
     peer_version: int
-    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., transport: _Optional[str] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., transport: _Optional[str] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("lease_id", "proof")

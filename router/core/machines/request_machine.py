@@ -7,6 +7,8 @@ BINDING -> QUEUED                            no room, its worker was lost, or dr
 PREFILLING -> the same, DRAINING             the prefill worker drains: another one computes, and the reservation stays
 PREFILLING -> QUEUED                         the prefill worker drains, and there is no other one
 PREFILLING, HANDOFF -> the same, REBOUND     the decode worker was lost: another one reads the same lease
+DECODING -> QUEUED, MIGRATED                 its worker is to be empty and another has room, or it gives its slot away
+PREFILLING -> QUEUED, MIGRATED               its prefill worker is to be empty, and another worker may compute the prompt
 any that is placed -> QUEUED, RETRIED        anything else was lost: the next attempt starts from prompt and emitted ids
 any that runs -> CANCELLED (client gone) | FAILED (deadline, no retry left, no worker left)
 ```
@@ -67,6 +69,8 @@ class RequestEvent(Enum):
     """The decode worker was lost before it had reserved. The request goes on as after NO_ROOM."""
     REBOUND = "rebound"
     """Another decode worker takes over under the same lease."""
+    MIGRATED = "migrated"
+    """A worker is to be empty. The same attempt goes on elsewhere, from the prompt and the tokens that the client has."""
     RETRIED = "retried"
     """The attempt is given up, and the next one waits for its turn."""
     LOST = "lost"
@@ -101,6 +105,7 @@ TRANSITIONS: Final[dict[tuple[RequestState, RequestEvent], RequestState]] = {
     (_S.PREFILLING, _E.FINAL_FIRST_TOKEN): _S.FINISHED,
     (_S.HANDOFF, _E.KV_COMMITTED): _S.DECODING,
     (_S.DECODING, _E.STOPPED): _S.FINISHED,
+    **{(s, _E.MIGRATED): _S.QUEUED for s in (_S.PREFILLING, _S.DECODING)},
     **{(s, _E.REBOUND): s for s in (_S.PREFILLING, _S.HANDOFF)},
     **{(s, _E.RETRIED): _S.QUEUED for s in PLACED},
     **{(s, _E.LOST): _S.FAILED for s in PLACED},

@@ -39,6 +39,8 @@ class Reason(Enum):
     """The decode worker has the KV of the request's leader, which has the same prompt."""
     TRANSFER = "transfer"
     """The KV would take too long to move."""
+    SUSPECT = "suspect"
+    """Workers died while they computed the request, so one decode worker computes all of it, and nothing else."""
     DEFAULT = "default"
 
 

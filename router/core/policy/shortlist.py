@@ -28,6 +28,8 @@ class Why(Enum):
     """A policy that scores all workers picked it. Its author knows more."""
     LEADER = "leader"
     """The worker has the KV of the request's leader, which has the same prompt."""
+    ALONE = "alone"
+    """The request is suspected of ending its workers, and this one serves nobody else."""
     PROBE = "probe"
     """The router has to find out whether KV passes through this worker."""
 

@@ -9,7 +9,6 @@ A worker that has become silent is still in the orders until somebody looks at i
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,13 +20,12 @@ from router.core.policy.candidate import Candidate
 from router.core.policy.draws import draw
 from router.core.policy.shortlist import Shortlist
 from router.core.pools.load import Rates, decode_share, prompt_s
-from router.core.registry import Turn, Worker
+from router.core.queue.turn import FIRST, Turn
+from router.core.registry import Worker
 
 MAX_LOOKS: Final = 32
 """At most so many workers without enough free KV are passed over in the order of load. The order of free KV then finds a worker
 that has enough, if there is one."""
-FIRST: Final[Turn] = (-math.inf, 0)
-"""The turn that comes before all others."""
 EMPTY: Final = 1 << 62
 """The free tokens of a decode worker on which nothing is promised. It is always asked, since the estimate may be wrong."""
 
@@ -334,7 +332,7 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float) -> State
     serving = worker.readiness.ready and not worker.draining and willing
     alive = serving and not suspect
     space = not refused and (prefills or placed < worker.slots)
-    claimed = worker.claimed_by is not None
+    claimed = worker.claimed
     free = alive and not claimed and worker.kept_for is None
     if prefills:
         load = prompt_s(worker.queued_tokens, tokens_per_s)
@@ -367,7 +365,7 @@ def row_of(worker: Worker, promised_tokens: int, state: State, tokens_per_s: flo
         hello.max_model_len,
         worker.silent or worker.stalled,
         worker.turned_away or worker.refused_blocks is not None,
-        worker.claimed_by is not None,
+        worker.claimed,
         placed,
         load.prompt_tokens_per_s,
         load.decode_step_s,

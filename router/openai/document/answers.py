@@ -17,6 +17,7 @@ _OPERATORS: Final = (
     ErrorCode.UNKNOWN_REQUEST,
     ErrorCode.STALE_ORDER,
     ErrorCode.CANNOT_FLIP,
+    ErrorCode.CANNOT_DRAIN,
 )
 """The errors of operators' calls, which HTTP does not have."""
 

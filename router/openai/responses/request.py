@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -60,6 +60,10 @@ class ResponsesCall:
     def correlation_id(self) -> str:
         """The client's name for the request."""
         return self.call.correlation_id
+
+    def of_client(self, client: tuple[str, ...]) -> ResponsesCall:
+        """Return the call with the names of its client."""
+        return replace(self, call=self.call.of_client(client))
 
 
 def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> ResponsesCall:

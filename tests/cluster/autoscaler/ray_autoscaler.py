@@ -101,12 +101,12 @@ class AutoscaledRay:
         return {found[0]: process for process, found in self._raylets() if found[1] == node_type}
 
     def node_of(self, pid: int) -> str:
-        """Return the id of the node on which a process runs. Empty: the process or its raylet has ended."""
-        raylets = {process.pid: found[0] for process, found in self._raylets()}
+        """Return the id of the node on which a worker runs, which inherited it. Empty: it or its node's raylet has ended."""
         try:
-            return next((raylets[parent.pid] for parent in psutil.Process(pid).parents() if parent.pid in raylets), "")
+            node_id = psutil.Process(pid).environ().get(NODE_ID, "")
         except psutil.NoSuchProcess:
             return ""
+        return node_id if any(found[0] == node_id for _, found in self._raylets()) else ""
 
     def _raylets(self) -> list[tuple[psutil.Process, tuple[str, str]]]:
         found = []

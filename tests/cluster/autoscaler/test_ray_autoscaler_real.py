@@ -3,6 +3,7 @@ renting of machines."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -161,12 +162,14 @@ def test_each_pool_gets_a_node_for_its_own_load_and_gives_it_back(service: Servi
 
 @pytest.mark.slow
 def test_a_node_that_dies_under_load_is_replaced(service: Service) -> None:
-    """(1) The planner has added a prefill worker. (2) SIGKILL of its node's raylet. (3) Another node comes, and the pool has
-    its size again. No request was lost."""
+    """(1) The planner has added a prefill worker. (2) Its node dies: SIGKILL of its raylet and of the worker. (3) Another node
+    comes, and the pool has its size again. No request was lost."""
     before = service.nodes.nodes("prefill").keys()
     with service.traffic("prefill", 0.25) as traffic:
         added = service.added("prefill", before)
         wait_for(lambda: added in service.ready("prefill"))
+        worker = service.ready("prefill")[added]
         service.nodes.nodes("prefill")[added].kill()
+        os.kill(worker.hello.pid, signal.SIGKILL)
         wait_for(lambda: len(service.ready("prefill")) == 2 and added not in service.nodes.nodes("prefill"))
     traffic.assert_none_lost()

@@ -108,6 +108,17 @@ def test_nothing_is_known_before_the_second_step_with_prompts():
     assert rates.cost is not None
 
 
+def test_a_rate_that_was_known_stays_known_when_a_fast_probe_shows_that_it_is_of_the_past() -> None:
+    """The largest step at the start was disturbed, and the worker computes nothing but probes after it."""
+    rates = StepRates()
+    rates.add(128, 0, 0.8)
+    assert rates.prompt_tokens_per_s == pytest.approx(160)
+    rates.add(17, 0, 0.01)
+    assert rates.prompt_tokens_per_s == pytest.approx(1700), "the start's rate is too slow, and no rate would be worse"
+    rates.add(512, 0, 0.1)
+    assert rates.prompt_tokens_per_s > 4000
+
+
 def test_probes_tell_no_rate_of_prompts() -> None:
     """A step of two tokens takes as long as one of hundreds, so their rate says nothing of a queue of prompts."""
     rates = StepRates()

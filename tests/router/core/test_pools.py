@@ -21,7 +21,8 @@ from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.policy.shortlist import EVERYONE, Shortlist
 from router.core.pools import pool
-from router.core.pools.pool import FIRST, Ask
+from router.core.pools.pool import Ask
+from router.core.queue.turn import FIRST, Turn
 from router.core.registry import Worker
 from router.service.policies import BUILTINS
 
@@ -49,7 +50,7 @@ def may_take(stage: Stage, worker: Worker, ask: Ask) -> bool:
         and worker.refused_blocks is None
         and not worker.stalled
         and worker.last_seen_s >= stage.now_s - SILENT_S
-        and worker.claimed_by is None
+        and not worker.claimed
         and (worker.kept_for is None or ask.turn <= worker.kept_for)
         and worker.hello.max_model_len >= ask.length
         and (prefills or len(worker.work) < worker.hello.max_num_seqs)
@@ -63,7 +64,7 @@ def check_shortlists(stage: Stage, random: Random) -> None:
     pools.refresh()
     since_s = stage.now_s - SILENT_S
     for role in Role:
-        turn = random.choice([FIRST, (stage.now_s, 3), (1e9, 1 << 30)])
+        turn = random.choice([FIRST, Turn(stage.now_s, stage.now_s, 3), Turn(1e9, 1e9, 1 << 30)])
         need = random.choice([1, 10, 60]) if role is Role.DECODE else 0
         ask = Ask(random.choice([1, 20, 64]), need, lambda worker: worker.last_seen_s >= since_s, turn)
         able = {w.link for w in stage.core.registry.of_role(role) if may_take(stage, w, ask)}

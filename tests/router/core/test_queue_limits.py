@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from pdserve.core.errors import Overloaded
@@ -16,7 +19,7 @@ from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.live_request import LiveRequest
 from router.core.machines.request_machine import RequestState
-from router.core.queue.limits import CLASS_SHARE, MAX_SHED, QueueLimits
+from router.core.queue.limits import CLASS_SHARE, CLIENT_SHARE, MAX_SHED, QueueLimits
 
 from ..core_peers import Stage
 
@@ -175,3 +178,107 @@ def test_a_finished_request_without_targets_has_missed_none() -> None:
         stage.run()
         assert outcome.report is not None
         assert (outcome.report.ttft_met, outcome.report.tpot_met) == met
+
+
+# Clients -----------------------------------------------------------------------------------------------------------------
+
+
+class ClientQueue:
+    """The production limits, and what they let wait."""
+
+    def __init__(self, client_share: float = 1.0) -> None:
+        self.limits = QueueLimits(max_requests=8, max_tokens=80, client_share=client_share)
+        self.waiting: list[LiveRequest] = []
+        self.came = 0
+
+    def come(self, *client: str, tokens: int = 1, slo: SloClass = DEFAULT_CLASS) -> list[LiveRequest]:
+        """Let a request come. Return what was shed for it."""
+        self.came += 1
+        spec = RequestSpec((0,) * tokens, SamplingParams(max_tokens=1))
+        submit = ev.Submit(RequestId(f"r{self.came}"), spec, 0.0, 9.0, slo=slo, client=client)
+        shed = self.limits.make_room(slo, tokens, now_s=0.0, client=client)
+        for gone in shed:
+            self.limits.remove(gone)
+            self.waiting.remove(gone)
+        self.waiting.append(LiveRequest.of(submit, self.came))
+        self.limits.add(self.waiting[-1])
+        self.limits.check_invariants(self.waiting)
+        return shed
+
+    def counts(self, level: int = 0) -> dict[str, int]:
+        return dict(Counter(one.client[level] for one in self.waiting))
+
+
+def test_the_client_that_has_most_gives_way_until_shares_are_equal() -> None:
+    queue = ClientQueue()
+    for _ in range(8):
+        queue.come("a")
+    youngest = queue.waiting[-1]
+    assert queue.come("b") == [youngest]
+    for _ in range(3):
+        assert [one.client for one in queue.come("b")] == [("a",)]
+    assert queue.counts() == {"a": 4, "b": 4}
+    for client in "ab":
+        with pytest.raises(Overloaded):
+            queue.come(client)
+    assert [one.client[0] in "ab" for one in queue.come("c")] == [True]
+
+
+def test_connections_and_calls_of_one_client_give_way_to_each_other() -> None:
+    queue = ClientQueue()
+    for _ in range(8):
+        queue.come("a", "1", "x")
+    assert [one.client for one in queue.come("a", "2", "y")] == [("a", "1", "x")]
+    assert [one.client for one in queue.come("a", "1", "z")] == [("a", "1", "x")]
+    assert queue.counts(2) == {"x": 6, "y": 1, "z": 1}
+
+
+def test_tokens_count_as_requests_do() -> None:
+    queue = ClientQueue()
+    queue.come("a", tokens=75)
+    queue.come("a", tokens=5)
+    assert [len(one.spec.prompt_ids) for one in queue.come("b", tokens=5)] == [5]
+    with pytest.raises(Overloaded):  # it would have more than what "a" has left
+        queue.come("b", tokens=76)
+
+
+def test_a_client_does_not_drive_out_a_class_of_higher_priority_nor_one_that_is_not_known() -> None:
+    queue = ClientQueue()
+    for _ in range(8):
+        queue.come("a", slo=HIGH)
+    with pytest.raises(Overloaded):
+        queue.come("b")
+    queue = ClientQueue()
+    for _ in range(8):
+        queue.come()
+    with pytest.raises(Overloaded):
+        queue.come("b")
+
+
+def test_a_client_may_fill_its_share() -> None:
+    queue = ClientQueue(client_share=0.25)
+    queue.come("a"), queue.come("a", "other connection")
+    with pytest.raises(Overloaded, match=r"2 requests of this client .* at most 2 requests and 20 tokens of one") as refused:
+        queue.come("a")
+    assert refused.value.reason == CLIENT_SHARE
+    queue.come("b", tokens=60)
+    with pytest.raises(Overloaded):
+        queue.come("b")
+    for _ in range(3):
+        queue.come()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("12"), st.integers(1, 40)), max_size=60))
+def test_shedding_between_clients_ends(comes: list[tuple[str, str, int]]) -> None:
+    """Who was admitted by driving another out is not driven out by the same request again, so two clients cannot go on for
+    ever."""
+    queue = ClientQueue()
+    for client, connection, tokens in comes:
+        with contextlib.suppress(Overloaded):
+            shed = queue.come(client, connection, tokens=tokens)
+            assert len(shed) <= MAX_SHED
+            for one in shed:
+                with contextlib.suppress(Overloaded):
+                    again = queue.limits.make_room(DEFAULT_CLASS, len(one.spec.prompt_ids), now_s=0.0, client=one.client)
+                    assert queue.waiting[-1] not in again

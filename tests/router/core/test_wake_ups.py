@@ -86,6 +86,7 @@ def come(stage: Stage, name: str, random: Random) -> None:
             max_tokens=random.randint(1, 6),
             priority=random.choice([-100, -1, 0, 0, 1, 100]),
             placement=random.choice([None, None, Placement.AUTO, Placement.COLOCATED, Placement.DISAGGREGATED]),
+            client=random.choice([(), ("a",), ("b", "1"), ("b", "2", "x"), ("b", "2", "y")]),
         )
     except PdserveError:
         pass

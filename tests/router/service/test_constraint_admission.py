@@ -47,6 +47,9 @@ class Sent:
     def hang_up(self, link: ev.LinkId, error: PdserveError) -> None:
         self.bodies.append("hang up")
 
+    def take_alive(self) -> tuple[ev.LinkId, ...]:
+        return ()
+
 
 def _with(field: str) -> RequestSpec:
     """Return a request that sets this field."""

@@ -42,7 +42,7 @@ def held_after(ids: tuple[int, ...], salt: str) -> frozenset[int]:
 
 @given(st.lists(st.tuples(IDS.filter(len), st.sampled_from(("", "one", "\udc80"))), min_size=1, max_size=6))
 def test_keys_are_those_of_the_blocks_that_a_worker_publishes(prompts: list[tuple[tuple[int, ...], str]]) -> None:
-    keys = PromptKeys(FINGERPRINT, max_runs=3)
+    keys = PromptKeys(lambda: FINGERPRINT, max_runs=3)
     for ids, salt in prompts:
         found = keys_of(keys, ids, salt)
         assert len(found) == len(ids) // 2
@@ -52,7 +52,7 @@ def test_keys_are_those_of_the_blocks_that_a_worker_publishes(prompts: list[tupl
 def test_a_long_prompt_is_named_in_pieces_and_up_to_a_limit() -> None:
     blocks = MAX_BLOCKS + 5
     ids = tuple(range(2 * blocks))
-    cold, warm = PromptKeys(FINGERPRINT), PromptKeys(FINGERPRINT)
+    cold, warm = PromptKeys(lambda: FINGERPRINT), PromptKeys(lambda: FINGERPRINT)
     found = keys_of(cold, ids)
     assert len(found) == MAX_BLOCKS
     for part in (1, RUN_BLOCKS, RUN_BLOCKS * AWAY_RUNS + 1, MAX_BLOCKS):
@@ -70,8 +70,19 @@ def test_other_tasks_run_while_a_long_prompt_is_named() -> None:
 
     async def both() -> None:
         counting = asyncio.create_task(count())
-        await PromptKeys(FINGERPRINT).of(tuple(range(4 * MAX_BLOCKS)), "", 2)
+        await PromptKeys(lambda: FINGERPRINT).of(tuple(range(4 * MAX_BLOCKS)), "", 2)
         counting.cancel()
 
     asyncio.run(both())
     assert turns >= MAX_BLOCKS // (RUN_BLOCKS * AWAY_RUNS) - 1
+
+
+def test_keys_follow_the_digest_of_the_workers_weights() -> None:
+    """The workers' blocks are named by it, and it becomes known when the first of them joins."""
+    name = "fingerprint"
+    keys = PromptKeys(lambda: name)
+    ids = (1, 2, 3, 4)
+    before = keys_of(keys, ids)
+    name = FINGERPRINT
+    assert frozenset(keys_of(keys, ids)) == held_after(ids, "")
+    assert not set(before) & set(keys_of(keys, ids))

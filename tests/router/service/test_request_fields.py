@@ -29,7 +29,7 @@ from router.parsing.generate import generate_input
 from router.service.admission import Admission, check_field_types
 
 MODEL_LEN, VOCAB_SIZE = 256, 512
-DEFAULTS: Final = RouterConfig()
+DEFAULTS: Final = RouterConfig(max_client_priority=100)
 FIELDS: Final = {**field_types(SamplingParams), **{name: field_types(RequestSpec)[name] for name in OPTIONS}}
 NOT_IN_CHAT: Final = {"logprobs": "chat has `logprobs: true` and `top_logprobs`, as OpenAI's API"}
 """Fields that a JSON body of the chat endpoint does not take under their name, and why."""
@@ -195,7 +195,7 @@ def test_a_class_and_a_session_reach_the_core_over_each_front_end(front: str) ->
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 30), (5, 35), (-100, -70), (80, 100)])
 def test_the_priority_of_a_class_is_added_within_the_limits(asked: int, got: int) -> None:
-    config = RouterConfig(slo_classes={"mine": {"priority": 30}}, default_class="mine")
+    config = RouterConfig(slo_classes={"mine": {"priority": 30}}, default_class="mine", max_client_priority=100)
     assert admit(GenerateInput("x", options={"priority": asked}), config).spec.priority == got
     assert admit(GenerateInput("x", slo_class="chat", options={"priority": asked}), config).spec.priority == asked
 

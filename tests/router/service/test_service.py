@@ -55,7 +55,7 @@ def test_the_state_names_who_drains_who_is_not_ready_and_which_pairs_rest() -> N
             prefill, decode = workers["prefill-0"].hello, workers["decode-0"].hello  # type: ignore[index]
             core.pairs.failed(prefill, decode, "no route", now_s=cluster.service._clock())
             core.pairs.never(prefill, hello("decode-1", Role.DECODE, incarnation=Incarnation(7)), "other layout")
-            cluster.service.drain("decode-0")
+            cluster.service.drain("decode-0", force=True)
             assert not cluster.service.ready
             state = cluster_state_to_wire(cluster.service.snapshot(), 16)
             assert [(w.hello.worker_id, w.ready, w.draining, w.not_ready_reason) for w in state.workers] == [
@@ -155,6 +155,9 @@ class RecordedLinks:
 
     def hang_up(self, link_id: ev.LinkId, error: PdserveError) -> None:
         self.sent.append("hang up")
+
+    def take_alive(self) -> tuple[ev.LinkId, ...]:
+        return ()
 
 
 def submit(name: str) -> ev.Submit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.worker import WorkerLoad
 from router.core import events as ev
+from router.workers import link as router_link
 from router.workers import link_thread
 from router.workers.link_thread import LinkThread
 from router.workers.wire import welcome
@@ -108,18 +110,27 @@ def test_a_bug_of_the_core_costs_the_link_that_met_it_and_no_other() -> None:
     run(story())
 
 
-def test_more_than_the_main_loop_may_leave_unheard_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_thread, "MAX_HEARD", 5)
+@pytest.mark.parametrize("limit", ["MAX_HEARD", "MAX_HEARD_OF_LINK"])
+def test_what_the_main_loop_leaves_unheard_waits_in_the_stream_and_ends_no_link(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(1) The main loop takes nothing while a worker sends 100 heartbeats, and five may wait. (2) It takes all of them."""
+    monkeypatch.setattr(link_thread, limit, 5)
+    monkeypatch.setattr(router_link, "ROOM_S", 0.001)
 
     async def story() -> None:
-        async with served() as (core, address):
-            thread, linked, seen = beat_elsewhere(address, 1000)
-            thread.start()
-            await asyncio.to_thread(linked.wait, WAIT_S)
-            thread.join(WAIT_S)  # this loop takes nothing meanwhile
-            assert seen
-            assert seen[0] < 1000
-            assert len(core.links._heard) <= 5 + 1  # and that the link has ended
+        async with served() as (core, address), FakeWorker(DECODE, address, heartbeat_interval_s=60) as worker:
+            core.links._heard_since_s = time.monotonic()  # as if this loop had been woken, and had no turn yet
+            worker._outbound.bundles = False  # one message, whatever is in it, may exceed the limits
+            for _ in range(100):
+                worker._send(heartbeat=worker.heartbeat())
+            for _ in range(50):
+                await asyncio.sleep(0.002)
+                assert len(core.links._heard) <= 5
+            core.links._take_heard()
+            await worker.wait_for(lambda: worker.alive_seen == 100)
+            assert [type(event) for event in core.heard[1:]].count(ev.HeartbeatSeen) == len(core.heard) - 1
+            assert worker.refused is None
 
     run(story())
 
@@ -176,26 +187,23 @@ def test_others_have_turns_while_events_come_faster_than_they_are_taken() -> Non
 
 
 @pytest.mark.parametrize("kind", ["heartbeats", "keys"])
-def test_a_worker_that_sends_without_end_loses_its_own_link_and_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_sends_without_end_waits_and_no_other_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_thread, "MAX_HEARD_OF_LINK", 100)
     load = WorkerLoad(BlockCounts(1, 1, 0, 0, 0))
     keys = PrefixDelta(1, tuple(range(160)), (), 0)
 
     async def story() -> None:
         async with served() as (core, _):
-            closed: list[ev.LinkId] = []
-            service = core.links._service
-            assert service is not None
-            monkeypatch.setattr(service, "hang_up", lambda link, error: closed.append(link))
-            for _ in range(101):
+            while core.links._has_room(ev.LinkId(1)):
                 core.links._hear(
                     ev.HeartbeatSeen(ev.LinkId(1), load) if kind == "heartbeats" else ev.PrefixSeen(ev.LinkId(1), keys)
                 )
-                if closed:
-                    break
+            assert len(core.links._heard) == (100 if kind == "heartbeats" else 10)
+            assert core.links._has_room(ev.LinkId(2))
             core.links._hear(ev.HeartbeatSeen(ev.LinkId(2), load))
-            assert closed == [1]
-            assert len(core.links._heard) == (100 if kind == "heartbeats" else 9) + 1
+            while core.links._heard:  # noqa: ASYNC110 - bounded by `run`
+                await asyncio.sleep(0.01)
+            assert core.links._has_room(ev.LinkId(1))
             for link in (1, 2):
                 core.links._hear(ev.WorkerLeft(ev.LinkId(link)))
             while core.links._heard:  # noqa: ASYNC110 - bounded by `run`

@@ -16,6 +16,7 @@ from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.handoff import Handoff
 from router.core.machines.work_machine import WorkEvent
+from router.core.recovery import Cost
 
 from ..core.recovery.stages import busy, pools, prefilling, sent
 from ..core_peers import Stage
@@ -68,7 +69,7 @@ def test_a_request_without_any_retry_survives_each_refusal(seed: int, prefill: i
 def refused_as_a_failure(self: Any, work: Any, now_s: float) -> Any:
     work.machine.move(WorkEvent.DRAINING)
     self._requests.drop(work).draining = True
-    yield from self._recovery.retry(work.request, Unavailable("draining"), now_s)
+    yield from self._recovery.retry(work.request, Unavailable("draining"), now_s, Cost.ATTEMPT_AND_RETRY)
 
 
 def refused_and_asked_again(self: Any, work: Any, now_s: float) -> Any:

@@ -65,17 +65,33 @@ def test_past_its_attempts_a_request_fails_with_the_last_loss() -> None:
     stage.assert_empty()
 
 
-def test_a_dead_workers_batch_is_retried_only_as_far_as_the_bucket_goes() -> None:
+def test_failures_of_requests_are_retried_only_as_far_as_the_bucket_goes() -> None:
     stage = Stage(retry_burst=2, retry_share=0.0)
     decode = stage.join("decode-0", Role.DECODE)
     outcomes = [stage.submit(f"r{n}", prompt_len=4, max_tokens=6) for n in range(4)]
     stage.deliver(decode, 4)
-    stage.leave(decode)
-    assert [o.ended for o in outcomes] == [[], [], ["replica_lost"], ["replica_lost"]]
+    for handle in list(decode.jobs):
+        del decode.jobs[handle]
+        stage.tell(ev.RequestFailed(decode.link, handle, TransferFailed("no route")))
+    assert [o.ended for o in outcomes] == [[], [], ["transfer_failed"], ["transfer_failed"]]
     assert "retries are used up" in str(outcomes[3].error)
-    stage.join("decode-0", Role.DECODE)
     stage.run()
     assert [o.ended for o in outcomes[:2]] == [["done"], ["done"]]
+    stage.assert_empty()
+
+
+def test_a_peers_word_that_a_worker_is_lost_costs_attempts_but_no_retry_of_the_cluster() -> None:
+    """A decode worker may say so for ever, so the attempts of the request bound it."""
+    stage = Stage(max_attempts=3, retry_burst=0, retry_share=0.0)
+    decode = stage.join("decode-0", Role.DECODE)
+    outcome = stage.submit("r", prompt_len=4, max_tokens=6)
+    for _ in range(3):
+        stage.deliver(decode)
+        (handle,) = decode.jobs
+        del decode.jobs[handle]
+        stage.tell(ev.RequestFailed(decode.link, handle, ReplicaLost("the lender is lost")))
+    assert outcome.ended == ["replica_lost"]
+    assert "after 3 attempts (no more are allowed for one request)" in str(outcome.error)
     stage.assert_empty()
 
 

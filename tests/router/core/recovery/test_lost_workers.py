@@ -169,14 +169,19 @@ def test_the_timeline_of_a_report_is_that_of_the_last_attempt() -> None:
 
 
 def test_a_failed_request_reports_its_attempts_and_binds() -> None:
-    stage = pools(max_attempts=1)
+    stage = pools(recovery_wait_s=2.0)
     outcome = stage.submit("r", max_tokens=6)
     in_handoff(stage)
     for peer in [p for p in list(stage.peers.values()) if p.hello.role is Role.DECODE]:
         stage.leave(peer)
-    assert outcome.ended == ["replica_lost"]
+    stage.tell(ev.Tick())
+    stage.now_s = 2.5
+    for peer in stage.peers.values():
+        stage.heartbeat(peer)
+    stage.tell(ev.Tick())
+    assert outcome.ended == ["unavailable"]
     assert outcome.report is not None
-    assert (outcome.report.attempts, outcome.report.binds) == (1, 2)
+    assert (outcome.report.attempts, outcome.report.binds) == (2, 2)
     assert outcome.report.output_tokens == 1
     stage.assert_empty()
 

@@ -61,7 +61,7 @@ def capacity(as_json: bool, plot: Path | None, **flags: Any) -> int:
     if as_json:
         click.echo(json.dumps(plain(question, found), indent=2, allow_nan=False))
     else:
-        from pdserve.commands.capacity_tables import report
+        from pdserve.commands.capacity.tables import report
         from pdserve.commands.console import make_console
 
         make_console().print(report(question, found))

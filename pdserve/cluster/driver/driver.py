@@ -1,0 +1,273 @@
+"""The parent's side of the process that speaks with Ray. It looks like a pool of workers, and outlives any number of children.
+
+While no child is there, the workers that run go on, and nothing can be started. The next child gets the plans of all workers
+that are wanted; its keepers find the processes that run, and start those that do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.cluster.backoff import Backoff
+from pdserve.cluster.driver.messages import Answer, Begin, Joined, Request
+from pdserve.cluster.errors import ClusterError, Interrupted
+from pdserve.cluster.events import Listener, RayBack, RayLost
+from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.member import Member, State
+from pdserve.cluster.nodes import Node
+from pdserve.cluster.plan import WorkerPlan
+from pdserve.cluster.router_process import environment
+from pdserve.config import ClusterConfig
+from pdserve.observe.log_files import open_log
+
+COMMAND: Final = (sys.executable, "-m", "pdserve.cluster.driver.process")
+JOIN_TIMEOUT_S: Final = 120.0
+"""The longest time until a child has joined Ray or started one: seconds on an idle machine."""
+ANSWER_TIMEOUT_S: Final = 60.0
+"""A child that does not answer for so long is ended. Ray itself gives its control service up after 60 seconds."""
+PROMPT_S: Final = 1.0
+"""An answer that takes longer is not waited for: the supervision of the router goes on meanwhile."""
+CLOSE_TIMEOUT_S: Final = 20.0
+LOOK_S: Final = 0.1
+
+
+class RayDriver:
+    """The connection to Ray, and the workers. One thread calls it, which must outlive it; any thread may call `kill`."""
+
+    def __init__(self, config: ClusterConfig, private: Path, name: str, log: Path, listener: Listener) -> None:
+        """Prepare; `begin` starts the child. `private` is the folder for a private Ray, `log` the file for what Ray says."""
+        self._begin = Begin(config, str(private), name)
+        self._log = log
+        self._listener = listener
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._asked_s: float | None = None  # the time of the request that has no answer yet
+        self._joined: Joined | None = None
+        self._members: tuple[Member, ...] = ()
+        self._launched = False  # the child keeps the pool
+        self._backoff = Backoff(tries=sys.maxsize, window_s=600.0, first_s=1.0, longest_s=60.0)
+        self._again_s = 0.0
+        self._lost = False
+
+    def begin(self) -> None:
+        """Start a child without waiting for it. Raises `ClusterError` when no process can be started."""
+        ours, its = Pipe()
+        try:
+            with open_log(self._log) as log:
+                self._child = subprocess.Popen(
+                    [*COMMAND, str(its.fileno()), str(self._log)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(its.fileno(),),
+                    start_new_session=True,
+                    env=environment(),
+                )
+        except OSError as exc:
+            ours.close()
+            raise ClusterError(f"cannot run the process that speaks with Ray: {exc.strerror}") from exc
+        finally:
+            its.close()
+        self._connection, self._joined, self._launched = ours, None, False
+        self._send(self._begin)
+
+    def wait_joined(self, stop: threading.Event) -> None:
+        """Wait until Ray was joined. Raises `Interrupted`, and `ClusterError` or `ConfigError` when it was not."""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while self._joined is None:
+            if stop.is_set():
+                raise Interrupted
+            if time.monotonic() > deadline:
+                raise ClusterError(f"Ray was not there after {JOIN_TIMEOUT_S:.0f} s; see {self._log}")
+            try:
+                said = self._receive(LOOK_S)
+            except EOFError as exc:
+                raise ClusterError(f"the process that speaks with Ray has ended; see {self._log}") from exc
+            if isinstance(said, Exception):
+                raise said
+            self._joined = said
+
+    @property
+    def node_host(self) -> str:
+        """The address at which other nodes of the Ray cluster reach this machine; loopback for a private Ray."""
+        assert self._joined is not None
+        return self._joined.node_host
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes of the joined cluster at the time of joining; none for a private Ray."""
+        assert self._joined is not None
+        return self._joined.nodes
+
+    @property
+    def answers(self) -> bool:
+        """Tell whether requests are answered now, so that workers can be started and ended."""
+        return self._launched and self._asked_s is None
+
+    @property
+    def lost(self) -> bool:
+        """Tell whether Ray was lost and is not back yet."""
+        return self._lost
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All workers as the last answer showed them."""
+        return self._members
+
+    @property
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """The reports of the workers that run, in the order of their plans."""
+        return tuple(member.report for member in self._members if member.report is not None)
+
+    def serves(self, role: str) -> bool:
+        """Tell whether the role has a worker that is not gone for good."""
+        return any(member.plan.role == role and member.state is not State.GONE for member in self._members)
+
+    def launch(self, plans: Sequence[WorkerPlan]) -> None:
+        """Ask Ray for every worker, without waiting for it."""
+        self._members = tuple(Member(plan) for plan in plans)
+        self._launch()
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Look once at what has happened to workers, and tell the listener. A lost child is replaced meanwhile.
+
+        The look waits for news for at most `wait_s`, and about a second more.
+        """
+        now_s = time.monotonic()
+        try:
+            if self._child is None:
+                time.sleep(wait_s)
+                if now_s >= self._again_s:
+                    self.begin()
+            elif not self._launched:
+                self._follow_joining(wait_s)
+            else:
+                if self._asked_s is None:
+                    self._send(Request("check", (wait_s,)))
+                self._take(wait_s + PROMPT_S)
+        except (EOFError, OSError, ClusterError) as exc:
+            self._lose(str(exc))
+        limit_s = ANSWER_TIMEOUT_S if self._launched else JOIN_TIMEOUT_S
+        if self._asked_s is not None and time.monotonic() - self._asked_s > limit_s:
+            self._lose(f"no answer for {limit_s:.0f} s")
+
+    def add(self, plan: WorkerPlan) -> None:
+        """Ask Ray for one more worker, without waiting for it."""
+        self._call("add", plan)
+
+    def cancel(self, worker_id: str) -> None:
+        """End and forget a worker that serves nobody."""
+        self._call("cancel", worker_id)
+
+    def forget(self, worker_id: str) -> None:
+        """Forget a worker that is gone."""
+        self._call("forget", worker_id)
+
+    def move(self, worker_id: str, plan: WorkerPlan) -> None:
+        """Let the next process of a worker start by another plan."""
+        self._call("move", worker_id, plan)
+
+    def forgive(self, worker_id: str, pid: int) -> None:
+        """Do not count the death of a worker's process, since a request has ended it."""
+        self._call("forgive", worker_id, pid)
+
+    def stop(self) -> None:
+        """Stop all workers at the same time, and end their processes for good. Without a child this does nothing."""
+        self._call("stop")
+
+    def close(self) -> None:
+        """Leave Ray, and end a private Ray. Idempotent."""
+        child, connection = self._child, self._connection
+        self._child = self._connection = None
+        if child is None or connection is None:
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.send(Request("close"))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(CLOSE_TIMEOUT_S)
+        child.kill()
+        child.wait()
+
+    def kill(self) -> None:
+        """End the child at once, without waiting. A private Ray ends with it."""
+        if (child := self._child) is not None:
+            child.kill()
+
+    def _launch(self) -> None:
+        left = [member for member in self._members if member.state is not State.GONE]
+        wanted = [dataclasses.replace(member.plan, host=member.host) for member in left]
+        self._send(Request("launch", (wanted,)))
+        self._launched = True
+
+    def _follow_joining(self, wait_s: float) -> None:
+        """Look whether a new child has joined Ray, and launch the pool then: its keepers adopt what runs."""
+        said = self._receive(max(wait_s, LOOK_S))
+        if isinstance(said, Exception):
+            raise ClusterError(str(said))
+        if said is None:
+            return
+        self._joined = said
+        self._launch()
+        if self._lost:
+            self._lost = False
+            self._listener(RayBack())
+
+    def _call(self, method: str, *arguments: object) -> None:
+        """Make one request and wait for its answer; a request that has none yet comes first."""
+        if self._connection is None or not self._launched:
+            return
+        try:
+            if self._asked_s is not None:
+                self._take(ANSWER_TIMEOUT_S)
+            self._send(Request(method, arguments))
+            self._take(ANSWER_TIMEOUT_S)
+        except (EOFError, OSError) as exc:
+            self._lose(str(exc))
+        if self._asked_s is not None:
+            self._lose(f"no answer for {ANSWER_TIMEOUT_S:.0f} s")
+
+    def _take(self, wait_s: float) -> None:
+        answer = self._receive(wait_s)
+        if isinstance(answer, Answer):
+            self._members = answer.members
+            for event in answer.events:
+                self._listener(event)
+
+    def _send(self, message: object) -> None:
+        assert self._connection is not None
+        self._asked_s = time.monotonic()
+        self._connection.send(message)
+
+    def _receive(self, wait_s: float) -> Any:
+        """Return the next message; None: none came within `wait_s`. Raises `EOFError` or OSError for a lost child."""
+        assert self._connection is not None
+        if not self._connection.poll(wait_s):
+            return None
+        message = self._connection.recv()
+        self._asked_s = None
+        return message
+
+    def _lose(self, why: str) -> None:
+        """Give the child up, and plan the next one."""
+        child, connection = self._child, self._connection
+        self._child = self._connection = self._asked_s = None
+        self._launched = False
+        if connection is not None:
+            connection.close()
+        if child is not None:
+            child.kill()
+            child.wait()
+        delay_s = self._backoff.next_delay_s(time.monotonic()) or self._backoff.longest_s
+        self._again_s = time.monotonic() + delay_s
+        if not self._lost:
+            self._lost = True
+            self._listener(RayLost(why or f"its process ended, see {self._log}"))

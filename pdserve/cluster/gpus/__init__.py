@@ -1,0 +1,1 @@
+"""The assignment of GPUs, or of shares of one, to workers."""

@@ -1,0 +1,116 @@
+"""The end of a lasting cluster, also of one whose `pdserve up` has died: everything that carries its mark on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdserve.client import AdminClient, CallFailed
+from pdserve.cluster.keeping.order import running_workers
+from pdserve.cluster.launch import reachable
+from pdserve.cluster.record import ClusterRecord, ProcessId, marked
+
+UP_TIMEOUT_S: Final = 90.0
+"""A living `pdserve up` ends its cluster itself, router first, which lets running requests finish for a while."""
+TERM_TIMEOUT_S: Final = 15.0
+"""A router or a worker that is told to end takes less than ten seconds."""
+KILL_TIMEOUT_S: Final = 5.0
+DRAIN_TIMEOUT_S: Final = 30.0
+LOOK_S: Final = 0.05
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rest of a cluster after `end_cluster`: processes here, and workers of other machines. A clean end leaves none."""
+
+    processes: tuple[ProcessId, ...]
+    elsewhere: tuple[str, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Tell whether nothing is left."""
+        return not self.processes and not self.elsewhere
+
+
+def end_cluster(name: str, say: Say) -> Ended:
+    """End a cluster: its `pdserve up` if one lives, its workers on other machines, its router, its workers, and its record.
+
+    say: gets a line for each step. Raises `ConfigError` for a wrong name or a folder of somebody else.
+    """
+    record = ClusterRecord.find(name)
+    owner = record.owner if record is not None else None
+    if owner is not None:
+        say(f"stopping `pdserve up` (pid {owner.pid})")
+        owner.send(signal.SIGTERM)
+        _wait_gone([owner], UP_TIMEOUT_S)
+    elsewhere = _drain_elsewhere(record, say) if record is not None else ()
+    router = record.router if record is not None else None
+    names = {facts.process: worker_id for worker_id, facts in running_workers(record).items()}
+    if router is not None:
+        names[router.process] = "the router"
+    found = marked(name)
+    for process in found:
+        say(f"stopping {names.get(process, 'a process')} (pid {process.pid})")
+    first = [process for process in found if router is not None and process == router.process]
+    for group in (first, found):  # the router first: it tells its clients, and takes nothing new
+        _send(group, signal.SIGTERM)
+        _wait_gone(group, TERM_TIMEOUT_S)
+    _send(marked(name), signal.SIGKILL)  # also what was started meanwhile
+    _wait_gone(marked(name), KILL_TIMEOUT_S)
+    left = tuple(marked(name))
+    if record is not None and not left:
+        _remove(record)
+    return Ended(left, elsewhere)
+
+
+def _drain_elsewhere(record: ClusterRecord, say: Say) -> tuple[str, ...]:
+    """Tell workers on other machines to drain, through the router. Return those that have not left in time."""
+    facts, router = record.facts, record.router
+    if facts is None or router is None or not router.process.alive:
+        return ()
+    here = set(running_workers(record))
+    deadline = time.monotonic() + DRAIN_TIMEOUT_S
+    told: set[str] = set()
+    with AdminClient(reachable(router.admin), facts.token) as client:
+        while True:
+            try:
+                others = [one.hello for one in client.cluster_state().workers if one.hello.worker_id not in here]
+                for hello in others:
+                    if hello.worker_id not in told:
+                        told.add(hello.worker_id)
+                        say(f"draining {hello.worker_id} at {hello.address}")
+                        next(iter(client.drain(hello.worker_id, force=True, timeout_s=DRAIN_TIMEOUT_S)), None)
+            except CallFailed as exc:
+                return (f"workers of other machines: {exc}",) if told else ()
+            if not others or time.monotonic() > deadline:
+                return tuple(f"{hello.worker_id} at {hello.address}" for hello in others)
+            time.sleep(LOOK_S)
+
+
+def _remove(record: ClusterRecord) -> None:
+    """Remove the record, and the logs if their folder was made for the cluster."""
+    facts = record.facts
+    record.own()
+    try:
+        if facts is not None and facts.logs_are_ours:
+            shutil.rmtree(Path(facts.logs), ignore_errors=True)
+        record.remove()
+    finally:
+        record.release()
+
+
+def _send(processes: Iterable[ProcessId], number: int) -> None:
+    for process in processes:
+        process.send(number)
+
+
+def _wait_gone(processes: Sequence[ProcessId], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.alive for process in processes) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)

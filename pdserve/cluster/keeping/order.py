@@ -1,0 +1,75 @@
+"""The order by which a keeper starts a worker's process, and the facts by which another keeper finds that process again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve.cluster.plan import WorkerPlan
+from pdserve.cluster.record import ClusterRecord, ProcessId
+from pdserve.config import WorkerConfig, dump
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that a worker's process needs to know at its start."""
+
+    plan: WorkerPlan
+    host: str  # the address of its node
+    asked_at: float  # the time (of the wall clock) at which Ray was asked for the keeper
+    given: str = ""  # the GPU that Ray gave to the keeper; the worker's own is the one that its process sees
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A worker's process as the record of a lasting cluster describes it."""
+
+    process: ProcessId
+    control: str  # the name of the socket at which the process takes calls
+    role: str  # the role in which the worker serves now
+    router_address: str  # the address that it dials
+    settings_digest: str
+    gpu: str = ""  # the one that its process sees; empty: it was started without one
+    share: float = 0.0  # its share of that
+    given: str = ""  # the GPU that Ray gave to its present keeper
+
+
+def settings_digest(config: WorkerConfig) -> str:
+    """Return a digest of the settings of a plan, but for the address of the router.
+
+    The facts that only the node knows, such as its cores, are not among them.
+    """
+    return hashlib.sha256(dump(dataclasses.replace(config, router_address="")).encode()).hexdigest()
+
+
+def check_settings(plan: WorkerPlan, facts: WorkerFacts) -> None:
+    """Raise `ConfigError` when a process that runs already was started with other settings than the plan's."""
+    if facts.settings_digest != settings_digest(plan.config):
+        raise ConfigError(
+            f"{plan.worker_id} of the cluster {plan.lasting} runs already, with other settings: end the cluster first with "
+            f"`pdserve down --name {plan.lasting}`, or start it with the settings that it has"
+        )
+
+
+def write_facts(record: ClusterRecord, worker_id: str, facts: WorkerFacts) -> None:
+    """Write the facts into the record."""
+    record.write_worker(worker_id, dataclasses.asdict(facts))
+
+
+def read_facts(read: Mapping[str, Any] | None) -> WorkerFacts | None:
+    """Return the facts of one worker of a record; None when they are not such facts, or the process has ended."""
+    try:
+        facts = WorkerFacts(**{**(read or {}), "process": ProcessId(**(read or {})["process"])})
+    except (KeyError, TypeError):
+        return None
+    return facts if facts.process.alive else None
+
+
+def running_workers(record: ClusterRecord | None) -> dict[str, WorkerFacts]:
+    """Return the workers of a cluster that run on this machine, by their ids."""
+    found = {worker_id: read_facts(read) for worker_id, read in (record.workers if record else {}).items()}
+    return {worker_id: facts for worker_id, facts in found.items() if facts is not None}

@@ -1,0 +1,1 @@
+"""`pdserve capacity`: the command, and its answer as tables."""

@@ -1,0 +1,1 @@
+"""The health of workers by their results: accounts, ejection of outliers, and handicaps."""

@@ -1,0 +1,340 @@
+"""The health of workers by their results. It ejects outliers of a pool, and tells how often a worker should sit out.
+
+A failure of a request is a *charge* against the workers that had it, and is pending. If the next attempt goes further on other
+workers, the charge counts against the first ones. If it fails there with the same error, the request is at fault, and nothing
+counts. So a request that fails everywhere ejects nobody, at any rate, and neither does one that ends before it is clear.
+
+A charge names both ends of a handoff where either may be the reason: a broken prefill worker makes logits that are no numbers
+on all decode workers alike, and is charged each time, while each of them is charged seldom.
+
+At least half of a pool always stays, the workers of a role that are linked and do not drain, and one that takes the longest
+requests. When the pool shrinks, ejected workers come back, those first whose time is over first. Design note 0064.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Final
+
+from pdserve.core.errors import ErrorCode, PdserveError
+from pdserve.core.ids import WorkerId
+from pdserve.core.worker import Role
+from router.core.events import LinkId
+from router.core.health import outliers
+from router.core.health.account import TRIAL_RESULTS, Account, place_of
+from router.core.live_request import Charge, LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestState
+from router.core.registry import NOT_YET_PROBED, Registry, Worker
+
+LOOK_EVERY_S: Final = 1.0
+"""Slowness is looked for once in this time, which is how often heartbeats come."""
+FORGOTTEN_S: Final = 300.0
+"""After this time no failure and no trial is a handicap any more: ten half-lives of a trial."""
+REMEMBERED_S: Final = 3600.0
+"""The account of a worker that left is kept so long: a worker that is restarted is there again within minutes."""
+
+_BOTH: Final = (ErrorCode.NUMERICAL_ERROR,)
+_REPORTER: Final = (ErrorCode.INTERNAL_BUG,)
+_LENDER: Final = (ErrorCode.KV_ROTTED,)
+
+
+class Cause(Enum):
+    """The reason of an ejection, as metrics name it."""
+
+    FAILURES = "failures"
+    UNREACHABLE = "unreachable"
+    SLOW = "slow"
+
+
+class Health:
+    """Keeps the accounts of all places, and ejects workers by them."""
+
+    def __init__(self, registry: Registry, *, enabled: bool) -> None:
+        self._registry = registry
+        self._enabled = enabled
+        self._accounts: dict[WorkerId, Account] = {}
+        self._on_trial: dict[str, LiveRequest] = {}
+        """The requests with charges that are pending or may be taken back."""
+        self._out: dict[WorkerId, Account] = {}
+        """The accounts of the ejected places."""
+        self._looked_s = 0.0
+        self._convicted = False
+        """A charge counts since the last look."""
+        self._handicaps_until_s = 0.0
+        self.ejections: Counter[tuple[Role, Cause]] = Counter()
+
+    # What happens ----------------------------------------------------------------------------------------------------
+
+    def joined(self, worker: Worker, now_s: float) -> None:
+        """Open the account of a worker's place, or go on with it. An ejected place stays ejected."""
+        worker_id, host = place_of(worker.hello)
+        account = self._accounts.get(worker_id)
+        if account is None or account.host != host:
+            account = self._accounts[worker_id] = Account(worker_id, host)
+            self._out.pop(worker_id, None)
+        account.left_s, account.busy_s = None, 0.0
+        worker.account = account
+        if account.reason:
+            self._keep_out(worker, account, now_s)
+            self._readmit(worker.hello.role, now_s)
+
+    def left(self, worker: Worker, now_s: float) -> None:
+        """Charge a worker that was lost while it ran requests, once for all of them. One that drains loses nothing."""
+        account = self._accounts.get(worker.hello.worker_id)
+        if account is not None:
+            account.left_s = now_s
+        requests = [work.request for work in worker.work.values() if work.request.probe is None]
+        if requests and not worker.draining:
+            for request in requests:
+                self._charge(request, (worker,), ErrorCode.REPLICA_LOST, 1.0 / len(requests), now_s)
+        self._readmit(worker.hello.role, now_s)
+
+    def failed(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
+        """Take in that a worker has given a request up. The next attempt avoids the workers of this one. It is called before
+        the work is dropped."""
+        request = work.request
+        reporter, lender = self._registry.get(work.link), None
+        if work.role is Role.DECODE and request.prefill is not None:
+            lender = self._registry.get(request.prefill.link)
+        elif work.role is Role.DECODE and request.prefill_worker:
+            lender = self._registry.find(request.prefill_worker)  # its work ended with the handoff
+        if request.probe is not None or reporter is None:
+            return
+        ends = tuple(worker for worker in (reporter, lender) if worker is not None)
+        request.avoid = tuple(dict.fromkeys((*request.avoid, *(worker.hello.worker_id for worker in ends))))
+        if error.code in _BOTH:
+            self._charge(request, ends, error.code, 1.0, now_s)
+        elif error.code in _REPORTER:
+            self._charge(request, (reporter,), error.code, 1.0, now_s)
+        elif error.code in _LENDER and lender is not None:
+            self._charge(request, (lender,), error.code, 1.0, now_s)
+
+    def ended(self, request: LiveRequest, error: PdserveError | None) -> None:
+        """Take in the end of a request. What is still pending then counts for nobody, unless the request ended well."""
+        if error is None and request.machine.state is RequestState.FINISHED:
+            self._convict(request, self._witnesses(request))
+            for account in self._witnesses(request):
+                account.succeeded()
+        self._on_trial.pop(request.request_id, None)
+
+    def unreachable(self, worker: Worker, partners: int, now_s: float) -> bool:
+        """Eject a worker between which and several others KV did not pass. False: too few would stay."""
+        role = worker.hello.role.value
+        other = "decode" if worker.hello.role is Role.PREFILL else "prefill"
+        told = f"KV did not pass between this {role} worker and {partners} {other} workers in a row"
+        return self._eject(worker, Cause.UNREACHABLE, told, now_s)
+
+    def on_trial(self, worker: Worker) -> bool:
+        """Tell whether the worker has come back from an ejection and has not done well for long enough."""
+        return worker.account is not None and worker.account.trial_left > 0
+
+    def handicapped(self, now_s: float) -> bool:
+        """Tell whether some worker may have a handicap. Mostly none has one, and a choice then costs nothing more."""
+        return now_s < self._handicaps_until_s
+
+    def look(self, now_s: float) -> None:
+        """Do what time has made necessary: judge charges that have become clear, look for slow workers, let workers come back
+        and forget old accounts."""
+        for request in self._on_trial.values():
+            if self._clear(request):
+                self._convict(request, self._witnesses(request))
+        if self._convicted:
+            self._convicted = False
+            self._judge(now_s)
+        for role in Role:
+            self._readmit(role, now_s)
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            for role in Role:
+                self._look_at_speed(role, now_s)
+            for worker_id, account in list(self._accounts.items()):
+                if account.left_s is not None and now_s - account.left_s > REMEMBERED_S:
+                    del self._accounts[worker_id]
+                    self._out.pop(worker_id, None)
+                elif account.ejections and not account.reason and now_s - account.ejected_until_s > outliers.WELL_S:
+                    account.ejections = 0
+
+    # Charges ---------------------------------------------------------------------------------------------------------
+
+    def _charge(self, request: LiveRequest, ends: Sequence[Worker], code: ErrorCode, weight: float, now_s: float) -> None:
+        """Charge workers with a failure, or take the earlier charges back when another worker has failed in the same way."""
+        names = tuple(worker.hello.worker_id for worker in ends)
+        for worker in ends:
+            if worker.account is not None:
+                worker.account.loaded(weight, now_s)
+                self._handicaps_until_s = max(self._handicaps_until_s, now_s + FORGOTTEN_S)
+        same = [charge for charge in request.charges if charge.code is code]
+        if any(names[0] not in charge.workers for charge in same):
+            for charge in same:
+                self._absolve(charge)
+            request.charges = [charge for charge in request.charges if charge.code is not code]
+        elif not same:
+            tokens = len(request.emitted) - len(request.resumed)
+            request.charges.append(Charge(names, code, request.machine.bind, tokens, weight))
+            self._on_trial[request.request_id] = request
+
+    def _absolve(self, charge: Charge) -> None:
+        for name in charge.counted:
+            if (account := self._accounts.get(name)) is not None:
+                account.absolved(charge.weight)
+
+    def _clear(self, request: LiveRequest) -> bool:
+        """Tell whether the present bind has gone further than one that was charged and not judged yet."""
+        tokens = len(request.emitted) - len(request.resumed)
+        return any(not c.judged and request.machine.bind > c.bind and tokens > c.tokens for c in request.charges)
+
+    def _convict(self, request: LiveRequest, witnesses: Sequence[Account]) -> None:
+        """Count the charges that are pending against those workers that did not serve the present attempt."""
+        names = {account.worker_id for account in witnesses}
+        for charge in request.charges:
+            if charge.judged or request.machine.bind <= charge.bind:
+                continue
+            charge.judged = self._convicted = True
+            charge.counted = tuple(name for name in charge.workers if name not in names)
+            for name in charge.counted:
+                if (account := self._accounts.get(name)) is not None:
+                    account.failed(charge.weight)
+            for account in witnesses:
+                account.succeeded(charge.weight)
+
+    def _witnesses(self, request: LiveRequest) -> list[Account]:
+        """Return the accounts of the workers that served the present attempt."""
+        names = dict.fromkeys((request.decode_worker, request.prefill_worker))
+        return [account for name in names if (account := self._accounts.get(name)) is not None]
+
+    # Ejection --------------------------------------------------------------------------------------------------------
+
+    def _judge(self, now_s: float) -> None:
+        """Eject the worst of all workers that fail much more than their pools. What others were charged with may have been its
+        fault, so they begin anew."""
+        found = [worker for role in Role for worker in self._failing(self._registry.of_role(role))]
+        for worker in sorted(found, key=lambda worker: -_share(worker)):
+            told = f"{_share(worker):.0%} of its last requests failed, and others served them"
+            if self._eject(worker, Cause.FAILURES, told, now_s):
+                for other in self._registry:
+                    if other.account is not None and other.hello.role is not worker.hello.role:
+                        other.account.bad = 0.0
+                return
+
+    def _failing(self, pool: list[Worker]) -> Iterator[Worker]:
+        for worker in pool:
+            rest = (other.account for other in pool if other is not worker and other.account is not None)
+            if worker.serves and worker.account is not None and outliers.fails(worker.account, rest):
+                yield worker
+
+    def _eject(self, worker: Worker, cause: Cause, told: str, now_s: float) -> bool:
+        """Take a worker out of its pool if at least half of the pool then serves. Its running requests stay."""
+        account = worker.account
+        if not self._enabled or account is None or not worker.serves or not self._may_lose(worker):
+            return False
+        account.ejections += 1
+        account.ejected_until_s = now_s + outliers.away_s(account.ejections)
+        account.reason, account.trial_left = told, TRIAL_RESULTS
+        self._handicaps_until_s = max(self._handicaps_until_s, account.ejected_until_s + FORGOTTEN_S)
+        account.begin_anew()
+        account.link = worker.link
+        self._out[account.worker_id] = account
+        self.ejections[worker.hello.role, cause] += 1
+        self._keep_out(worker, account, now_s)
+        return True
+
+    def _may_lose(self, worker: Worker) -> bool:
+        pool = [other for other in self._registry.of_role(worker.hello.role) if not other.draining]
+        staying = [other for other in pool if other.serves and other is not worker]
+        return 2 * len(staying) >= len(pool) and worker.hello.max_model_len <= _longest(staying)
+
+    def _keep_out(self, worker: Worker, account: Account, now_s: float) -> None:
+        readiness = worker.readiness
+        readiness.ready, readiness.reason, readiness.failures = False, f"ejected: {account.reason}", 0
+        readiness.out_until_s = readiness.try_after_s = account.ejected_until_s
+        self._registry.unready[worker.link] = worker
+        worker.touch()
+
+    def _readmit(self, role: Role, now_s: float) -> None:
+        """Note the workers of a role that are back, and let others come back at once while more than half of the pool are
+        out, or nobody serves the longest requests."""
+        if not self._out:
+            return
+        pool = [worker for worker in self._registry.of_role(role) if not worker.draining]
+        out: list[tuple[float, LinkId, Worker, Account]] = []
+        for worker in pool:
+            account = worker.account
+            if account is not None and account.reason and worker.readiness.ready:
+                self._came_back(account)
+            elif account is not None and account.reason:
+                out.append((account.ejected_until_s, worker.link, worker, account))
+        out.sort(key=lambda one: one[:2])
+        while out:
+            served_len = _longest([worker for worker in pool if worker.serves])
+            needed = [one for one in out if 2 * len(out) > len(pool) or one[2].hello.max_model_len > served_len]
+            if not needed:
+                return
+            _, _, worker, account = needed[0]
+            out.remove(needed[0])
+            account.ejected_until_s = now_s
+            self._came_back(account)
+            served = account.link == worker.link
+            worker.readiness.out_until_s = worker.readiness.try_after_s = 0.0
+            worker.readiness.ready, worker.readiness.reason = served, "" if served else NOT_YET_PROBED
+            worker.touch()
+
+    def _came_back(self, account: Account) -> None:
+        account.reason = ""
+        del self._out[account.worker_id]
+
+    # Slowness --------------------------------------------------------------------------------------------------------
+
+    def _look_at_speed(self, role: Role, now_s: float) -> None:
+        """Compare the workers of a role that have made steps of late, and judge those that have made some since the last look.
+        Weights of other types take other times, and devices that tell no peaks are compared with none that do."""
+        kinds: dict[tuple[object, ...], list[tuple[Worker, Account, outliers.Pace]]] = {}
+        for worker in self._registry.of_role(role):
+            hello, pace = worker.hello, outliers.pace_of(worker.hello, worker.before, worker.load)
+            if pace is not None and worker.account is not None and worker.serves:
+                kind = (hello.dtype, hello.quantization, hello.peak_flops_per_s > 0, hello.peak_bytes_per_s > 0)
+                kinds.setdefault(kind, []).append((worker, worker.account, pace))
+        for alike in kinds.values():
+            multiples = outliers.slowness([pace for _, _, pace in alike])
+            for (worker, account, _), multiple in zip(alike, multiples, strict=True):
+                busy_s = worker.load.decode_busy_s if role is Role.DECODE else worker.load.prompt_busy_s
+                new_s = busy_s - account.busy_s
+                if new_s <= 0.0:
+                    continue
+                account.busy_s, account.slowness = busy_s, multiple if multiple >= outliers.SLOW else 1.0
+                if account.slowness > 1.0:
+                    self._handicaps_until_s = max(self._handicaps_until_s, now_s + FORGOTTEN_S)
+                account.slow_s += min(max(new_s, outliers.LOOK_S_MIN), outliers.LOOK_S_MAX)
+                if multiple < outliers.TOO_SLOW:
+                    account.slow_s = 0.0
+                elif account.slow_s >= outliers.TOO_SLOW_S:
+                    told = f"its {role.value} steps take {multiple:.1f} times as long as those of its pool"
+                    self._eject(worker, Cause.SLOW, told, now_s)
+
+    def is_out(self, worker: Worker) -> bool:
+        """Tell whether a worker is ejected."""
+        return worker.hello.worker_id in self._out and not worker.readiness.ready
+
+    def check_invariants(self) -> None:
+        """Assert that workers and accounts agree, and that only live requests are remembered."""
+        for worker in self._registry:
+            account = self._accounts.get(worker.hello.worker_id)
+            assert worker.account is account
+            assert account is not None
+            assert account.left_s is None
+            assert min(account.good, account.bad, account.trial_left) >= 0
+        for role in Role:
+            pool = [worker for worker in self._registry.of_role(role) if not worker.draining]
+            assert 2 * sum(self.is_out(worker) for worker in pool) <= len(pool), "more than half of a pool is ejected"
+        assert self._out == {name: account for name, account in self._accounts.items() if account.reason}
+        assert all(request.charges or not request.machine.terminal for request in self._on_trial.values())
+
+
+def _longest(workers: Sequence[Worker]) -> int:
+    """Return the length of the longest request that one of the workers takes. 0: there is no worker."""
+    return max((worker.hello.max_model_len for worker in workers), default=0)
+
+
+def _share(worker: Worker) -> float:
+    return 0.0 if worker.account is None else worker.account.share

@@ -1,0 +1,138 @@
+"""Migration: running requests leave a worker that is to be empty: it drains, changes its role, or is to run one request alone.
+
+A request moves as a replay from its prompt and the tokens that the client has, in the same attempt: it pays with nothing but a
+pause. So that the pause stays short, a request that decodes stays and is served where it is until another worker has room for
+it at once, and only a few move at a time: a worker that leaves does not flood the others with prompts. What finds no room is
+served to its end, or until the worker's `drain_timeout_s`.
+
+A prompt that is not computed yet pauses nobody, and may take minutes, so all of them move at once, and are computed from the
+beginning. If the prefill worker is to be empty, the request keeps its room: it is placed again in the event that frees the
+room. It stays only where nobody else may compute it. If the decode worker is to be empty, it moves as if it decoded. A handoff
+is over in a moment, and finishes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdserve.core.errors import Unavailable
+from pdserve.core.ids import RequestId
+from pdserve.core.worker import Role
+from router.core.dispatcher import Dispatcher
+from router.core.events import Effects, EffectsThen, LinkId
+from router.core.live_request import LiveRequest, RemoteWork
+from router.core.machines.request_machine import RequestEvent, RequestState
+from router.core.placer import Placer
+from router.core.registry import Worker
+from router.core.requests import Requests
+from router.core.story import StoryKind
+from router.core.waiting import placed_again
+
+_S, _E = RequestState, RequestEvent
+
+MOVES_EACH: Final = 4
+"""At most so many requests for each worker that takes them wait for their next token at a time. Their prompts together take a
+step or two, and a batch of 64 has moved after 16 turns, which is seconds."""
+FINISH_TOKENS: Final = 8
+"""A request with at most so many tokens left ends sooner where it is than its prompt is computed elsewhere."""
+MAX_LOOKS: Final = 32
+"""After so many requests without room, the others of a worker are looked at when there is room again, or at a tick."""
+
+
+class Migration:
+    """Moves requests off the workers that are to be empty."""
+
+    def __init__(self, requests: Requests, dispatcher: Dispatcher, placer: Placer) -> None:
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._placer = placer
+        self._sources: list[LinkId] = []
+        self._at_once = 0
+        self._moving: dict[RequestId, LiveRequest] = {}
+        """The requests that have moved and whose next token has not come yet."""
+
+    def look(self) -> None:
+        """Find the workers that are to be empty, and how many requests the others can take at once. A tick does this: a look at
+        each event would cost more than it gains."""
+        registry = self._requests.registry
+        self._sources = [w.link for w in registry if w.work and (w.draining or w.alone_for is not None)]
+        self._at_once = MOVES_EACH * sum(w.serves for w in registry.of_role(Role.DECODE)) if self._sources else 0
+
+    def migrate(self, now_s: float) -> Effects:
+        """Move as many requests as have room elsewhere now."""
+        if not self._sources:
+            return
+        self._forget_moved()
+        for link in self._sources:
+            worker = self._requests.registry.get(link)
+            if worker is not None:
+                yield from self._empty(worker, now_s)
+
+    def _forget_moved(self) -> None:
+        for request in list(self._moving.values()):
+            if request.machine.terminal or len(request.emitted) > len(request.resumed):
+                del self._moving[request.request_id]
+
+    def _empty(self, worker: Worker, now_s: float) -> Effects:
+        looks = 0
+        for work in list(worker.work.values()):
+            request = work.request
+            if looks == MAX_LOOKS:
+                return
+            if request.probe is not None or (not worker.draining and request.cleared):
+                continue
+            if work.role is Role.PREFILL and request.machine.state is _S.PREFILLING:
+                action = self._compute_elsewhere(request, worker, now_s)
+            elif work.role is Role.DECODE and (request.machine.state is _S.PREFILLING or self._may_pause(work)):
+                action = self._migrate(request, worker, now_s)
+            else:
+                continue
+            looks += not (yield from self._requests.alone(request, action, now_s))
+
+    def _may_pause(self, work: RemoteWork) -> bool:
+        """Tell whether a request decodes that may wait for its next token now."""
+        return movable(work) and len(self._moving) < self._at_once
+
+    def _migrate(self, request: LiveRequest, worker: Worker, now_s: float) -> EffectsThen[bool]:
+        """Move one request if another worker has room for it now. False: none has, and nothing has changed."""
+        resumed, request.resumed = request.resumed, tuple(request.emitted)  # what follows is asked about the replay
+        try:
+            place = self._placer.place(request, now_s=now_s, turn=placed_again(request))
+        except Unavailable:
+            place = None
+        if place is None:
+            request.resumed = resumed
+            return False
+        if request.machine.state is _S.DECODING:
+            self._moving[request.request_id] = request
+        yield from self._set_out(request, worker, now_s)
+        yield from self._dispatcher.bind(request, place.worker, place.placement, place.reason, now_s)
+        return True
+
+    def _compute_elsewhere(self, request: LiveRequest, worker: Worker, now_s: float) -> EffectsThen[bool]:
+        """Let another worker compute a prompt. False: no other one may, and nothing has changed."""
+        try:
+            self._placer.decide(request, now_s=now_s)
+        except Unavailable:
+            return False
+        yield from self._set_out(request, worker, now_s)
+        place = self._placer.place(request, now_s=now_s, turn=placed_again(request))
+        if place is None:  # somebody has claimed the room that it had
+            self._requests.wait(request)
+        else:
+            yield from self._dispatcher.bind(request, place.worker, place.placement, place.reason, now_s)
+        return True
+
+    def _set_out(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:
+        request.machine.move(_E.MIGRATED)
+        request.migrations += 1
+        request.story.note(now_s, StoryKind.MIGRATED, worker=worker.hello.worker_id, emitted=len(request.emitted))
+        yield from self._requests.withdraw(request)
+        request.start_over()
+
+
+def movable(work: RemoteWork) -> bool:
+    """Tell whether a request decodes, and will do so for long enough that it is worth a move."""
+    request = work.request
+    runs = request.decode is work and request.machine.state is _S.DECODING and request.trial_from is None
+    return runs and request.probe is None and request.remaining_tokens > FINISH_TOKENS

@@ -1,0 +1,145 @@
+"""Start-time fair queueing between clients, their connections and their calls. Pure.
+
+A *flow* is what one client, one of its connections or one call asks for. Each flow has a *start tag*: the tokens that it has
+been served, on a scale on which flows that wait at the same time stand side by side. The flow with the smallest tag is served
+next, and its tag then rises by the tokens of the request. So two flows that both wait are served equally many tokens, but for
+the largest request of any flow, whatever their numbers of requests and their sizes are. Flows form a tree: clients share a
+line, the connections of a client share what it gets, and so do the calls of a connection.
+
+A flow that begins to wait starts at the *virtual time* of its parent, so it neither saves service up nor pays for an idle
+time. The virtual time rises with all service, by the share of one flow. Were it the smallest tag alone, clients that come once
+each would keep it still, and a flow with more requests would never be served again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdserve.core.ids import RequestId
+
+KEPT_IDLE: Final = 512
+"""At most about so many flows of one parent are remembered while they do not wait. A forgotten one loses the debt of one
+request."""
+Path = tuple[str, ...]
+"""The names of a request's client, connection and call. All paths of one tree have equally many names."""
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One flow, with the flows below it."""
+
+    name: str = ""
+    tag: float = 0.0
+    served: int = 0
+    """The number of the service that it got last. Of equal tags, the flow that was served the longest ago is first."""
+    joined: int = 0
+    """The number of the request with which it began to wait. It orders flows that were never served."""
+    ready_s: float = 0.0
+    """The time at which it was last served: its next request counts its wait from then on."""
+    waiting: set[RequestId] = field(default_factory=set)
+    """The requests that wait in it."""
+    virtual: float = 0.0
+    """The virtual time of the flows below."""
+    top: float = 0.0
+    """The largest tag that a flow below had."""
+    backlogged: set[str] = field(default_factory=set)
+    """The names of the flows below in which requests wait."""
+    below: dict[str, Flow] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[float, int, int]:
+        """The order of the flow among those beside it, smallest first. It only rises while the flow waits."""
+        return self.tag, self.served, self.joined
+
+
+class Flows:
+    """The tree of flows of one line. `join` and `leave` note what waits, and `serve` charges what is served."""
+
+    def __init__(self) -> None:
+        self.root = Flow()
+        self._services = self._joins = 0
+
+    def along(self, path: Path) -> list[Flow]:
+        """Return the flows of a path from the client down. Flows that are not known yet are made."""
+        found, flow = [], self.root
+        for name in path:
+            child = flow.below.get(name)
+            if child is None:
+                child = flow.below[name] = Flow(name, flow.virtual)
+            found.append(child)
+            flow = child
+        return found
+
+    def join(self, path: Path, request_id: RequestId) -> list[Flow]:
+        """Note a request that begins to wait, and return its flows."""
+        flows = self.along(path)
+        parent = self.root
+        self._joins += 1
+        for flow in flows:
+            if not flow.waiting:
+                flow.joined = self._joins
+                flow.tag = max(flow.tag, parent.virtual)
+                parent.top = max(parent.top, flow.tag)
+                parent.backlogged.add(flow.name)
+            parent.waiting.add(request_id)
+            parent = flow
+        parent.waiting.add(request_id)
+        return flows
+
+    def leave(self, path: Path, request_id: RequestId) -> None:
+        """Forget a request that waits no longer, whether it is served or not. A broken call may be repeated."""
+        parent = self.root
+        parent.waiting.discard(request_id)
+        for flow in self.along(path):
+            flow.waiting.discard(request_id)
+            if not flow.waiting:
+                parent.backlogged.discard(flow.name)
+            parent = flow
+
+    def serve(self, path: Path, tokens: float, now_s: float) -> None:
+        """Charge a path for a request of so many tokens. The request need not have waited."""
+        self._services += 1
+        parent = self.root
+        for flow in self.along(path):
+            flow.tag = (flow.tag if flow.waiting else max(flow.tag, parent.virtual)) + tokens
+            flow.served, flow.ready_s = self._services, now_s
+            parent.top = max(parent.top, flow.tag)
+            sharing = len(parent.backlogged) + (not flow.waiting)
+            parent.virtual = parent.top if sharing == 1 else min(parent.top, parent.virtual + tokens / sharing)
+            if len(parent.below) > 2 * KEPT_IDLE + len(parent.backlogged):
+                _forget_idle(parent)
+            parent = flow
+
+    def charge(self, path: Path, tokens: float) -> None:
+        """Charge a path for tokens beyond those of `serve`. Flows that were forgotten are not charged."""
+        parent = self.root
+        for name in path:
+            flow = parent.below.get(name)
+            if flow is None:
+                return
+            flow.tag += tokens
+            parent.top = max(parent.top, flow.tag)
+            parent = flow
+
+    def check_invariants(self) -> None:
+        """Assert that what waits in each flow waits in one of the flows below it."""
+        _check(self.root)
+
+
+def _forget_idle(parent: Flow) -> None:
+    """Forget the flows below that do not wait, but for those with the largest debts."""
+    idle = sorted((flow for flow in parent.below.values() if not flow.waiting), key=lambda flow: (flow.tag, flow.served))
+    for flow in idle[:-KEPT_IDLE]:
+        del parent.below[flow.name]
+
+
+def _check(parent: Flow) -> None:
+    for name, flow in parent.below.items():
+        assert flow.name == name
+        assert not flow.waiting or flow.tag <= parent.top
+        _check(flow)
+    assert parent.virtual <= parent.top or not parent.below
+    if parent.below:
+        assert sorted(parent.waiting) == sorted(one for flow in parent.below.values() for one in flow.waiting)
+        assert parent.backlogged == {flow.name for flow in parent.below.values() if flow.waiting}

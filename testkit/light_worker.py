@@ -1,0 +1,109 @@
+"""Many workers without engines in one process, each behind the real worker's end of a link: stream, beats, and taking up again.
+
+So a soak has hundreds of links on a small machine. The process stands in the place of a worker's own (`processes.Place`): the
+ids of its workers begin with that worker's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pdserve.config import WorkerConfig, load
+from pdserve.observe.logs import setup_logging
+from pdserve.rpc.v1 import common_pb2, link_pb2
+from pdserve.worker.link import Link
+from router.service.model import ServedModel
+from testkit.fake_worker import DECODE, PREFILL, WAIT_S, FakeWorker
+from testkit.processes import MODULE, Place
+
+LINKS: Final = "PDSERVE_TESTING_LINKS"
+VERSION: Final = "PDSERVE_TESTING_LINK_VERSION"
+TOKEN_INTERVAL_S: Final = 0.0
+
+
+def place(links: int, link_version: int) -> Place:
+    """Return the place of a process with so many links of a version."""
+    return Place(env={LINKS: str(links), VERSION: str(link_version)}, module="testkit.light_worker")
+
+
+@dataclass(slots=True)
+class LightWorker(FakeWorker):
+    """A `FakeWorker` that dials through `pdserve.worker.link`. When its link is lost it drops its work and dials again."""
+
+    address: str = ""
+    router_lost_s: float = 5.0
+    link: Link = field(init=False)
+
+    def __post_init__(self) -> None:
+        FakeWorker.__post_init__(self)
+        self.link = Link(
+            self.router_address,
+            self.cluster_token,
+            self._hello,
+            self.heartbeat,
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            router_lost_s=self.router_lost_s,
+            on_command=self._obey,
+            on_lost=self._sequences.clear,
+        )
+
+    async def start(self, *, timeout_s: float = WAIT_S) -> None:
+        """Dial, and return when the router has said Welcome. Raises TimeoutError."""
+        self._tasks = [asyncio.create_task(job) for job in (self.link.run(), self._step_loop())]
+        async with asyncio.timeout(timeout_s):
+            await self.link.connected.wait()
+
+    def _hello(self) -> common_pb2.WorkerHello:
+        hello = FakeWorker._hello(self)
+        hello.address, hello.pid = self.address, os.getpid()
+        return hello
+
+    def _send(self, **body: Any) -> None:
+        self.link.send(link_pb2.WorkerMessage(**body))
+
+
+async def serve(config: WorkerConfig, count: int, link_version: int) -> None:
+    """Serve `count` links until standard input closes."""
+    card = ServedModel.load(config.engine).card
+    # A connection to this port shows the router that the process of a broken stream lives.
+    witness = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    workers = [
+        LightWorker(
+            PREFILL if os.environ[MODULE] == "prefill_worker" else DECODE,
+            config.router_address,
+            f"{config.worker_id}-{number}",
+            config.cluster_token,
+            card.fingerprint,
+            vocab_size=card.vocab_size,
+            link_version=link_version,
+            incarnation=secrets.randbits(63),
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            token_interval_s=TOKEN_INTERVAL_S,
+            address=f"127.0.0.1:{witness.sockets[0].getsockname()[1]}",
+            router_lost_s=config.router_lost_s,
+        )
+        for number in range(count)
+    ]
+    for worker in workers:
+        await worker.start()
+    print(json.dumps({"event": "ready"}), flush=True)
+    await asyncio.to_thread(sys.stdin.buffer.read)
+
+
+def main() -> None:
+    """Serve as the environment and `--config FILE` say."""
+    setup_logging("info")
+    config = load(WorkerConfig, Path(sys.argv[sys.argv.index("--config") + 1]))
+    asyncio.run(serve(config, int(os.environ[LINKS]), int(os.environ[VERSION])))
+    os._exit(0)  # nothing that a worker leaves behind is looked at
+
+
+if __name__ == "__main__":
+    main()
