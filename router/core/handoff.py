@@ -12,6 +12,7 @@ from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Reserved, SendAttach
 from router.core.forecast.transfers import Transfers
+from router.core.health.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkEvent, WorkState
@@ -36,6 +37,7 @@ class Handoff:
         pairs: Pairs,
         tokens: Tokens,
         transfers: Transfers,
+        health: Health,
     ) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
@@ -43,6 +45,7 @@ class Handoff:
         self._pairs = pairs
         self._tokens = tokens
         self._transfers = transfers
+        self._health = health
 
     def reserved(self, work: RemoteWork, event: Reserved, now_s: float) -> Effects:
         """Go on after a reservation: start prefill, attach the lease of a rebind, or let the worker prefill locally."""
@@ -103,8 +106,7 @@ class Handoff:
         work.machine.move(_W.DRAINING)
         worker = self._requests.drop(work)
         assert worker is not None
-        worker.draining = True  # also if its heartbeat has not said so yet: nobody asks it again
-        worker.touch()
+        self._health.drains(worker, now_s)  # also if its heartbeat has not said so yet: nobody asks it again
         request.story.note(now_s, StoryKind.REFUSED, role=work.role, worker=worker.hello.worker_id, why=_E.DRAINING)
         if work.role is Role.PREFILL:
             yield from self._prefill(request, _E.DRAINING, now_s)

@@ -162,7 +162,6 @@ class Worker:
             self.before, self.mark = self.mark, load
         self.backlog.heard(load.queued_tokens, load.last_handle)
         self.turned_away = False
-        self.draining = self.draining or load.draining
         if self.refused_blocks is not None and load.blocks.free + load.blocks.cached >= self.refused_blocks:
             self.refused_blocks = None
         self.touch()

@@ -131,7 +131,7 @@ class RouterCore:
         self.suspects = Suspects(self.requests, self._dispatcher, self.placer, wait_s=config.recovery_wait_s)
         self._tokens = Tokens(self.requests)
         self._handoff = Handoff(
-            self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers
+            self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers, self.health
         )
         self._probes = Probes(
             self.registry,
@@ -364,6 +364,8 @@ class RouterCore:
         worker = self._seen(event.link, now_s)
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
+            if event.load.draining:
+                self.health.drains(worker, now_s)
             self.prefix_index.beat(event.link)
             yield from self._ask_keys(self.prefix_index.turn(now_s))
             if worker.stuck:
@@ -411,8 +413,7 @@ class RouterCore:
         """Let a worker become empty, and then come back in `role`. None: it ends. Its requests move as far as others have
         room, and it finishes the rest."""
         self._leaving[worker.hello.worker_id] = _Leaving(worker.hello.incarnation, role)
-        worker.draining = True
-        worker.touch()
+        self.health.drains(worker, now_s)
         yield SendDrain(worker.link) if role is None else SendFlip(worker.link, role)
         self._migration.look()
         yield from self._migration.migrate(now_s)

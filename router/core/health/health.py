@@ -91,6 +91,12 @@ class Health:
                 self._charge(request, (worker,), ErrorCode.REPLICA_LOST, 1.0 / len(requests), now_s)
         self._readmit(worker.hello.role, now_s)
 
+    def drains(self, worker: Worker, now_s: float) -> None:
+        """Take in that a worker takes no more requests. Its pool is smaller now, so ejected workers may have to come back."""
+        worker.draining = True
+        worker.touch()
+        self._readmit(worker.hello.role, now_s)
+
     def failed(self, work: RemoteWork, error: PdserveError, now_s: float) -> None:
         """Take in that a worker has given a request up. The next attempt avoids the workers of this one. It is called before
         the work is dropped."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +14,7 @@ from router.core import events as ev
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.ranking import Rankings, ranking_of
 
-from ...core_peers import Stage
+from ...core_peers import Peer, Stage
 from .sick import BUG, NO_NUMBERS, break_down, check_half_stays, later, out, peer_of, poison, pools, serve
 
 POLICIES = ("prefix_aware", "least_loaded", "power_of_two", "round_robin", "random", "session_affinity", "goodput")
@@ -231,6 +233,38 @@ def test_a_pool_that_shrinks_takes_ejected_workers_back() -> None:
     assert serve(stage, 1)[0].ended == ["done"], "a doubtful worker is better than none"
 
 
+def told_to_drain(stage: Stage, peer: Peer) -> None:
+    stage.tell(ev.DrainAsked(peer.hello.worker_id))
+
+
+def says_that_it_drains(stage: Stage, peer: Peer) -> None:
+    worker = stage.core.registry.get(peer.link)
+    assert worker is not None
+    stage.tell(ev.HeartbeatSeen(peer.link, replace(worker.load, draining=True)))
+
+
+def refuses_since_it_drains(stage: Stage, peer: Peer) -> None:
+    peer.draining = True
+    stage.submit("refused")
+    stage.deliver(peer)
+    assert peer.refused
+
+
+def leaves(stage: Stage, peer: Peer) -> None:
+    stage.leave(peer)
+
+
+@pytest.mark.parametrize("shrink", [told_to_drain, says_that_it_drains, refuses_since_it_drains, leaves])
+def test_the_ejected_come_back_in_the_event_that_makes_their_pool_too_small(shrink: Callable[[Stage, Peer], None]) -> None:
+    stage = pools(1, 2)
+    break_down(stage, "decode-1")
+    serve(stage, 80, each_s=0.3)
+    assert out(stage) == ["decode-1"]
+    shrink(stage, peer_of(stage, "decode-0"))
+    assert not out(stage)
+    assert reason(stage, "decode-1") == ""
+
+
 def test_a_process_that_is_started_anew_at_the_same_place_keeps_its_account() -> None:
     stage = pools(1, 4)
     break_down(stage, "decode-3")
@@ -307,8 +341,6 @@ def beat(stage: Stage, name: str, *, step_s: float, sequences: int, steps: float
     worker = stage.core.registry.get(peer.link)
     assert worker is not None
     load = worker.load
-    from dataclasses import replace
-
     told = replace(
         load,
         uptime_s=stage.now_s,
