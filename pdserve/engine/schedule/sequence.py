@@ -25,6 +25,9 @@ SCORED_TOKENS: Final = 64
 """A step computes at most so many tokens of a prompt that is scored, or a block if that is more. All their logits are computed:
 64 rows of 150,000 ids have 38 MB."""
 
+Turn = tuple[int, int]
+"""A time by the scheduler's clock, and a number that only rises, for turns at one time."""
+
 
 class SequenceKind(Enum):
     """Origin and use of a sequence's KV."""
@@ -68,10 +71,12 @@ class Sequence:
     kind: SequenceKind
     tokens: list[int]
     spec: RequestSpec
-    turn: int
-    """The time when it should be served, by the scheduler's clock: its arrival, or earlier for a larger priority."""
+    turn: Turn
+    """When it should be served. See `turns.py`."""
     arrival: int
     rule: StopRule
+    tag: float = 0.0
+    """Its place among the sequences of its priority, smallest first."""
     computed: int = 0
     state: SequenceState = SequenceState.NEW
     preemptions: int = 0
@@ -158,9 +163,9 @@ class Sequence:
         return self.remaining == 1 and self.output_count > 0 and self.kind is not SequenceKind.LENT
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Order of service, smallest first: preempted sequences come first, then the order is by turn, then by arrival."""
-        return (not self.preemptions, self.turn, self.arrival)
+    def rank(self) -> tuple[bool, Turn]:
+        """Order of service, smallest first: preempted sequences come first, then the order is by turn."""
+        return (not self.preemptions, self.turn)
 
     def move(self, event: SequenceEvent) -> SequenceState:
         """Change the state as the table says, and return the new one. Raises `IllegalTransition`, with the history and nothing

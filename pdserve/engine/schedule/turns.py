@@ -1,14 +1,14 @@
-"""The order in which prompts are computed: turns between clients, priorities that age, and a floor for prompts that have begun.
+"""The order in which prompts are computed: priorities that age, turns between clients, and a floor for prompts that have begun.
 It is pure.
 
-Prompts of one client and priority stand behind each other: each begins, on the scale of turns, where the one before it ends
-(start-time fair queueing). A client that had no prompt begins at the virtual time, which rises with all computed prompt tokens,
-by the share of one prompt. So 64 prompts of one client delay the prompt of another one by about one of them.
+A priority is worth time. The clock counts planned prompt tokens. A *turn* is the time at which a sequence arrived, less a fixed
+number of tokens for each level of its priority. So a larger priority overtakes earlier sequences. But a waiting sequence is
+overtaken only by those that arrive within that time, so its wait is bounded whatever others ask for.
 
-A priority is worth time. The clock counts planned prompt tokens, and clients that are not known begin at it. A sequence's turn
-is the time at which it begins, less a fixed number of tokens for each level of its priority. So a larger priority overtakes
-earlier sequences. But a waiting sequence is overtaken only by those that arrive within that time, so its wait is bounded
-whatever others ask for. Turns do not change, so lists that are sorted by them stay sorted.
+Within a priority, clients share the turns (start-time fair queueing). Each prompt has a *tag*: where the prompt before it of the
+same client ends, whatever the priorities of both are, or the virtual time if that is later. The virtual time rises with all
+computed prompt tokens, by the share of one prompt. The prompt with the smallest tag has the first turn. So 64 prompts of one
+client delay the prompt of another one by about one of them, and other priorities notice nothing of it.
 
 A running prompt that is overtaken holds blocks and mostly a lease, which a reader renews and waits for. So it goes on: a
 part of each step is kept for such prompts, which take it in turn.
@@ -16,11 +16,12 @@ part of each step is kept for such prompts, which take it in turn.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Final
 
 from pdserve.core.request_spec import RequestSpec
-from pdserve.engine.schedule.sequence import Sequence
+from pdserve.engine.schedule.sequence import Sequence, Turn
 
 STEPS_A_LEVEL: Final = 16
 """Full prompt steps that one level of priority is worth: 5 s on a CPU with a small model (512 tokens in 0.3 s), 3 s on a GPU
@@ -35,47 +36,61 @@ KEPT_CLIENTS: Final = 1024
 
 
 class Turns:
-    """Gives sequences their turns, in prompt tokens. A turn does not change."""
+    """Gives sequences their turns, in prompt tokens. Turns only move between the sequences of one priority."""
 
     def __init__(self, token_budget: int) -> None:
         """token_budget: tokens that one step may compute."""
         self._level = STEPS_A_LEVEL * token_budget
         self._clock = 0  # prompt tokens planned so far
         self._virtual = self._top = 0.0
-        self._ends: dict[tuple[int, int], float] = {}  # of a client and priority: where its last prompt ends
+        self._ends: dict[int, float] = {}  # of a client: where its last prompt ends, as a tag
 
-    def of(self, spec: RequestSpec, tokens: int) -> int:
-        """Return the turn of a new sequence that computes so many tokens here; 0: it computes no prompt."""
-        if not spec.client:
-            return self._clock - spec.priority * self._level
-        key = spec.client, spec.priority
-        begin = max(self._virtual, self._ends.get(key, 0.0))
-        if tokens:
-            self._ends[key] = begin + tokens
+    def of(self, spec: RequestSpec, arrival: int) -> Turn:
+        """Return the turn of a sequence that has just arrived. `arrival` is its number."""
+        return self._clock - spec.priority * self._level, arrival
+
+    def tag(self, client: int, tokens: int) -> float:
+        """Return the tag of a prompt of so many tokens. 0 tokens: none are computed here. Client 0 is not known: it has no other
+        prompts."""
+        begin = max(self._virtual, self._ends.get(client, 0.0))
+        if client and tokens:
+            self._ends[client] = begin + tokens
             self._top = max(self._top, begin + tokens)
             if len(self._ends) > 2 * KEPT_CLIENTS:
                 self._ends = dict(sorted(self._ends.items(), key=lambda item: -item[1])[:KEPT_CLIENTS])
-        return int(begin) - spec.priority * self._level
+        return begin
 
     def planned(self, seq: Sequence, tokens: int, prompts: int) -> None:
         """Count tokens of a sequence that the next step computes. prompts: those that wait or run, this one included."""
         self._clock += tokens
-        begins = seq.turn + seq.spec.priority * self._level if seq.spec.client else 0
-        self._virtual = max(self._virtual, begins, min(self._top, self._virtual + tokens / max(1, prompts)))
+        self._virtual = max(self._virtual, seq.tag, min(self._top, self._virtual + tokens / max(1, prompts)))
+
+
+def share_turns(seq: Sequence, others: Iterable[Sequence]) -> bool:
+    """Give the turns of a new sequence and of the others of its priority out by their tags. Preempted sequences come first and
+    keep their turns. False: nothing has changed, and their order is still right."""
+    peers = [one for one in others if one.spec.priority == seq.spec.priority and not one.preemptions]
+    if all(one.tag <= seq.tag for one in peers):
+        return False
+    peers.append(seq)
+    turns = sorted(one.turn for one in peers)
+    for one, turn in zip(sorted(peers, key=lambda one: (one.tag, one.arrival)), turns, strict=True):
+        one.turn = turn
+    return True
 
 
 def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | None:
     """Return the overtaken prompt whose last chunk is the oldest, or None. Among equals, it is the last by rank.
 
-    A prompt is overtaken when a sequence that arrived later ranks before it. running: prompts that run, by rank. next_in:
+    A prompt is overtaken when a later turn, which a larger priority has moved, ranks before it. running: prompts that run, by rank. next_in:
     the waiting sequence that would be admitted before all of them, if any.
     """
-    latest = 0 if next_in is None else next_in.arrival
+    latest = 0 if next_in is None else next_in.turn[1]
     found: Sequence | None = None
     for seq in running:
-        if seq.arrival < latest and (found is None or seq.served <= found.served):
+        if seq.turn[1] < latest and (found is None or seq.served <= found.served):
             found = seq
-        latest = max(latest, seq.arrival)
+        latest = max(latest, seq.turn[1])
     return found
 
 

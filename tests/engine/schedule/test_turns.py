@@ -14,7 +14,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
-from pdserve.engine.schedule.turns import KEPT_CLIENTS, Turns
+from pdserve.engine.schedule.turns import KEPT_CLIENTS, STEPS_A_LEVEL, Turns
 
 BUDGET = 16
 
@@ -30,10 +30,10 @@ class Worker:
         self.left: dict[SeqId, int] = {}
         self.done: list[SeqId] = []
 
-    def add(self, client: int, tokens: int) -> SeqId:
+    def add(self, client: int, tokens: int, priority: int = 0) -> SeqId:
         seq_id = SeqId(len(self.client))
         self.client[seq_id], self.left[seq_id] = client, tokens
-        spec = RequestSpec((seq_id,) * tokens, SamplingParams(max_tokens=1), client=client)
+        spec = RequestSpec((seq_id,) * tokens, SamplingParams(max_tokens=1), priority=priority, client=client)
         self.scheduler.add(seq_id, spec, kind=SequenceKind.LENT)
         return seq_id
 
@@ -84,12 +84,12 @@ def test_clients_are_served_equally_but_for_two_prompts_and_a_step(prompts: list
 
 
 def arrivals_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Turns, "of", lambda self, spec, tokens: 0)
+    patch.setattr(Turns, "tag", lambda self, client, tokens: 0.0)
 
 
 def no_weights(patch: pytest.MonkeyPatch) -> None:
-    real = Turns.of
-    patch.setattr(Turns, "of", lambda self, spec, tokens: real(self, spec, min(1, tokens)))
+    real = Turns.tag
+    patch.setattr(Turns, "tag", lambda self, client, tokens: real(self, client, min(1, tokens)))
 
 
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], list[tuple[int, int]]] = {
@@ -128,8 +128,59 @@ def test_clients_that_come_once_each_do_not_keep_a_busy_one_from_its_turn() -> N
     assert all(seq_id in worker.done for seq_id in mine)
 
 
+@pytest.mark.parametrize("waiting", [1, 16, 64])
+def test_a_level_of_priority_is_worth_as_many_steps_whoever_waits(waiting: int) -> None:
+    """One new prompt of a full step comes for each that is computed, each of a client of its own."""
+    worker = Worker()
+    low = [worker.add(1 + i, BUDGET, priority=-1) for i in range(waiting)]
+    steps = 0
+    while not any(seq_id in worker.done for seq_id in low):
+        worker.add(1000 + steps, BUDGET)
+        worker.step()
+        steps += 1
+        assert steps <= 3 * STEPS_A_LEVEL
+    assert steps > STEPS_A_LEVEL
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=ARRIVALS, after=ARRIVALS, level=st.integers(1, 2))
+def test_a_prompt_is_overtaken_by_no_more_than_came_within_the_worth_of_its_level(
+    before: list[tuple[int, int]], after: list[tuple[int, int]], level: int
+) -> None:
+    """Whose prompts these are, fair turns decide; how many there are, the clock."""
+    worker = Worker()
+    for client, tokens in before:
+        worker.add(client, tokens)
+    low = worker.add(9, 5, priority=-level)
+    clock, in_time = 0, len(before)
+    while low in worker.left:
+        if after:
+            client, tokens = after.pop()
+            worker.add(client, tokens)
+            in_time += clock <= level * STEPS_A_LEVEL * BUDGET
+        clock += sum(worker.step().values())
+    assert len(worker.done) - 1 <= in_time + BUDGET, "but for those of its own step"
+
+
+def test_a_probe_goes_first_after_hours_of_load() -> None:
+    worker = Worker()
+    for step in range(3000):
+        for client in range(1, 9):
+            if step % 8 == client - 1:
+                worker.add(client, BUDGET)
+        worker.step()
+    for client in range(1, 9):
+        worker.add(client, 60)
+    probe = worker.add(0, 5, priority=1000)
+    worker.step()
+    assert probe in worker.done
+
+
 def test_clients_are_forgotten() -> None:
     turns = Turns(BUDGET)
     for client in range(1, 5 * KEPT_CLIENTS):
-        turns.of(RequestSpec((1,), SamplingParams(max_tokens=1), client=client), 1)
+        turns.tag(client, 1)
     assert len(turns._ends) <= 2 * KEPT_CLIENTS
