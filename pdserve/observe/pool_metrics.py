@@ -27,6 +27,9 @@ COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
 )
 """What workers count from their start: name, explanation, value."""
 
+KEPT_AWAY: Final = 4096
+"""So many workers that are not linked are remembered, with 0.3 KiB each. One that was forgotten counts from 0 if it returns."""
+
 Reduce = Callable[[Iterable[float]], float]
 _GAUGES: Final[tuple[tuple[str, str, Reduce, Callable[[WorkerSnapshot], float]], ...]] = (
     ("workers_draining", "Workers that take nothing new and leave when they are done.", sum, lambda one: one.draining),
@@ -52,21 +55,23 @@ class PoolCounters:
     and the whole sum like new work."""
 
     def __init__(self) -> None:
-        self._seen: dict[Incarnation, tuple[float, ...]] = {}
-        """What each linked worker has counted so far."""
+        self._seen: dict[Incarnation, list[float]] = {}
+        """The most that each worker has counted so far, those that were linked last at the end."""
         self._totals = {role: [0.0] * len(COUNTERS) for role in Role}
 
     def add(self, workers: Sequence[WorkerSnapshot]) -> None:
-        """Add what the workers have counted since the last call. What one counts after its last call is not added."""
-        before, self._seen = self._seen, {}
+        """Add what the workers have counted since the last call. What one counts after its last call is not added. A worker
+        that comes back as the same process goes on from what it had counted; its first load after that says 0."""
         for worker in workers:
-            now = tuple([read(worker.load) for _, _, read in COUNTERS])
-            self._seen[worker.hello.incarnation] = now
+            most = self._seen.pop(worker.hello.incarnation, None) or [0.0] * len(COUNTERS)
+            self._seen[worker.hello.incarnation] = most
             totals = self._totals[worker.hello.role]
-            for place, (value, old) in enumerate(
-                zip(now, before.get(worker.hello.incarnation, (0.0,) * len(now)), strict=True)
-            ):
-                totals[place] += max(0.0, value - old)
+            for place, (_, _, read) in enumerate(COUNTERS):
+                new = max(0.0, read(worker.load) - most[place])
+                most[place] += new
+                totals[place] += new
+        for incarnation in list(self._seen)[: max(0, len(self._seen) - len(workers) - KEPT_AWAY)]:
+            del self._seen[incarnation]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counters."""

@@ -29,14 +29,14 @@ class ClientNames:
         named = "authorization" if fairness_key == "api_key" else fairness_key.partition(":")[2]
         self.header: Final = named.lower()
         """The name of the header that tells clients apart, in lower case. Empty: no header does."""
-        self._digest = lru_cache(maxsize=4096)(self._digest_of)
+        self._is_key = fairness_key == "api_key"
 
     def of(self, address: str, connection: str, shown: str | None) -> tuple[str, str, str]:
         """Return the names of a new call. `connection` names it among those that are open. `shown` is the value of `header`;
         None and empty: the client sent none."""
         call = new_request_id()
         if shown and self.header:
-            return self._digest(f"header {shown}"), "", call
+            return self._digest(f"header {_key_of(shown) if self._is_key else shown}"), "", call
         if self._by_connection:
             return self._digest(f"connection {connection}"), "", call
         return self._digest(f"address {_network(address)}"), self._digest(f"connection {connection}"), call
@@ -46,8 +46,14 @@ class ClientNames:
         match = _PEER.fullmatch(peer)
         return self.of((match[1] or match[2]) if match else peer, peer, shown)
 
-    def _digest_of(self, text: str) -> str:
+    def _digest(self, text: str) -> str:
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES, key=self._key).hexdigest()
+
+
+def _key_of(shown: str) -> str:
+    """Return a key as all servers read it: the case of the scheme and further spaces mean nothing."""
+    scheme, _, key = shown.strip().partition(" ")
+    return f"{scheme.lower()} {key.strip()}" if key else scheme
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,8 @@ from router.core.events import KvCommitted, LinkId, PrefillStarted, Submit, Work
 from router.core.machines.request_machine import RequestMachine, RequestState
 from router.core.machines.work_machine import WorkMachine
 from router.core.output import OrderedOutput
+from router.core.queue.flows import Path
+from router.core.queue.turn import Line
 from router.core.story import RequestStory
 
 
@@ -119,6 +121,8 @@ class LiveRequest:
     """The names of the client, its connection and its call. Empty: the client is not known."""
     charged_tokens: int | None = None
     """The tokens that the client has been charged for this request. None: it has not been charged yet."""
+    charged_to: tuple[Line, Path] | None = None
+    """The flows that were charged. A replay waits elsewhere, and its client still pays for the output."""
     beside: LinkId | None = None
     """The decode worker that has the leader's KV, until this request is placed for the first time. None: there is none."""
     placement: Placement = Placement.AUTO

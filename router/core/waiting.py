@@ -134,8 +134,8 @@ class WaitingRequests:
         return request.request_id in self._alone
 
     def alone(self) -> list[LiveRequest]:
-        """Return the requests that wait until they may run alone, in the order of their turns."""
-        return sorted(self._alone.values(), key=own_turn) if self._alone else []
+        """Return the requests that wait until they may run alone, in no order."""
+        return list(self._alone.values())
 
     def free(self, leader: RequestId) -> list[LiveRequest]:
         """Insert the siblings that wait for a leader at their turns, and return them."""
@@ -205,15 +205,17 @@ class WaitingRequests:
         """Charge the flows of a request that gets a worker, which need not have waited, for so many tokens. It is charged once,
         however often it is placed."""
         if request.charged_tokens is None:
-            request.charged_tokens = max(1, tokens)
-            self._flows.setdefault(line_of(request), Flows()).serve(path_of(request), request.charged_tokens, now_s)
+            request.charged_tokens, request.charged_to = max(1, tokens), (line_of(request), path_of(request))
+            line, path = request.charged_to
+            self._flows.setdefault(line, Flows()).serve(path, request.charged_tokens, now_s)
 
     def settle(self, request: LiveRequest, tokens: int) -> None:
         """Charge the flows of a request that ends for what it took more than it was charged. It may not wait. Without this, a
         client of long outputs would pay for the mean output of all clients."""
-        charged, flows = request.charged_tokens, self._flows.get(line_of(request))
-        if charged is not None and tokens > charged and flows is not None:
-            flows.charge(path_of(request), tokens - charged)
+        charged = request.charged_tokens
+        if charged is not None and request.charged_to is not None and tokens > charged:
+            line, path = request.charged_to
+            self._flows[line].charge(path, tokens - charged)
 
     def kinds(self) -> list[Kind]:
         """Return the kinds of which a request waits that is not parked."""

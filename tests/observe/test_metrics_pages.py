@@ -102,6 +102,9 @@ def test_a_counter_of_a_pool_does_not_fall_when_a_worker_leaves_or_starts_anew()
     assert drawn(worker("d", 1, 140)) == "190.0", "e has left"
     assert drawn(worker("d", 3, 7)) == "197.0", "d is another process"
     assert drawn() == "197.0"
+    assert drawn(worker("d", 1, 150)) == "207.0", "the first d is back, as the same process"
+    assert drawn(worker("d", 1, 0)) == "207.0", "it dials again, and has not told anything yet"
+    assert drawn(worker("d", 1, 151)) == "208.0"
 
 
 def test_a_page_by_pool_does_not_grow_with_the_cluster() -> None:

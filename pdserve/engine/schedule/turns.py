@@ -5,10 +5,10 @@ A priority is worth time. The clock counts planned prompt tokens. A *turn* is th
 number of tokens for each level of its priority. So a larger priority overtakes earlier sequences. But a waiting sequence is
 overtaken only by those that arrive within that time, so its wait is bounded whatever others ask for.
 
-Within a priority, clients share the turns (start-time fair queueing). Each prompt has a *tag*: where the prompt before it of the
-same client ends, whatever the priorities of both are, or the virtual time if that is later. The virtual time rises with all
-computed prompt tokens, by the share of one prompt. The prompt with the smallest tag has the first turn. So 64 prompts of one
-client delay the prompt of another one by about one of them, and other priorities notice nothing of it.
+Within a priority, clients share the turns (start-time fair queueing). Each prompt has a *tag*: where the prompt before it of
+the same client ends, whatever the priorities of both are, or the virtual time if that is later. The virtual time rises with
+all computed prompt tokens, by the share of one prompt. The prompt with the smallest tag has the first turn. So 64 prompts of
+one client delay the prompt of another one by about one of them, and other priorities notice nothing of it.
 
 A running prompt that is overtaken holds blocks and mostly a lease, which a reader renews and waits for. So it goes on: a
 part of each step is kept for such prompts, which take it in turn.
@@ -50,10 +50,9 @@ class Turns:
         return self._clock - spec.priority * self._level, arrival
 
     def tag(self, client: int, tokens: int) -> float:
-        """Return the tag of a prompt of so many tokens. 0 tokens: none are computed here. Client 0 is not known: it has no other
-        prompts."""
+        """Return the tag of a prompt of so many tokens. Client 0 is not known, and has no other prompts."""
         begin = max(self._virtual, self._ends.get(client, 0.0))
-        if client and tokens:
+        if client:
             self._ends[client] = begin + tokens
             self._top = max(self._top, begin + tokens)
             if len(self._ends) > 2 * KEPT_CLIENTS:
@@ -82,8 +81,8 @@ def share_turns(seq: Sequence, others: Iterable[Sequence]) -> bool:
 def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | None:
     """Return the overtaken prompt whose last chunk is the oldest, or None. Among equals, it is the last by rank.
 
-    A prompt is overtaken when a later turn, which a larger priority has moved, ranks before it. running: prompts that run, by rank. next_in:
-    the waiting sequence that would be admitted before all of them, if any.
+    A prompt is overtaken when a later turn, which a larger priority has moved, ranks before it. running: prompts that run, by
+    rank. next_in: the waiting sequence that would be admitted before all of them, if any.
     """
     latest = 0 if next_in is None else next_in.turn[1]
     found: Sequence | None = None

@@ -25,12 +25,15 @@ from router.core.queue.flows import Path
 from router.core.registry import Worker
 from router.core.requests import Requests
 from router.core.story import StoryKind
+from router.core.waiting import line_of
 
 BURST_SHARE: Final = 8
 """A flow with more than this part of a worker's slots gives way. With less, many calls of a few choices each would take slots
 from each other all the time, and a light request finds that some call ends soon."""
 MAX_LOOKS: Final = 16
 """At most so many workers are looked at for a request, with all that runs there: about 1 ms if each runs 256 sequences."""
+MAX_FIRSTS: Final = 4
+"""At most so many requests are helped at a tick of 0.1 s, or looked at in vain. The others come next, one after the other."""
 
 
 class FairSlots:
@@ -41,16 +44,19 @@ class FairSlots:
         self._dispatcher = dispatcher
         self._placer = placer
         self._helped: dict[str, LiveRequest] = {}
+        self._looks = 0
 
     def share(self, workers: Sequence[Worker], now_s: float) -> Effects:
         """Let the first request of each line that waits take a slot, if its client has none on one of the decode workers."""
         waiting = self._requests.waiting
         self._helped = {key: request for key, request in self._helped.items() if waiting.holds(request)}
-        for kind in waiting.kinds():
-            for first in waiting.firsts(kind):
-                request = first.request
-                if request.client and not request.replay and request.request_id not in self._helped:
-                    yield from self._help(request, workers, now_s)
+        firsts = [first.request for kind in waiting.kinds() for first in waiting.firsts(kind)]
+        firsts = [one for one in firsts if one.client and not one.replay and one.request_id not in self._helped]
+        start = self._looks % max(1, len(firsts))
+        for request in [*firsts[start:], *firsts[:start]][:MAX_FIRSTS]:
+            self._looks += 1
+            if waiting.holds(request):
+                yield from self._help(request, workers, now_s)
 
     def _help(self, request: LiveRequest, workers: Sequence[Worker], now_s: float) -> Effects:
         start = request.arrival % max(1, len(workers))
@@ -63,19 +69,28 @@ class FairSlots:
                     return
 
     def _giving_way(self, request: LiveRequest, worker: Worker) -> LiveRequest | None:
-        """Return the request of the largest flow on a worker that costs least to replay. None: nobody has to give way."""
-        running = [work.request for work in worker.work.values()]
-        flow = largest_beside(request.client, [one.client for one in running], more_than=max(1, worker.slots // BURST_SHARE))
+        """Return the request of the largest flow on a worker that costs least to replay. None: nobody has to give way. Nobody
+        does for a class of lower priority than its own, or an urgent one for another."""
+        running = [work.request.client for work in worker.work.values()]
+        lesser = [work for work in worker.work.values() if _yields(work.request, request)]
+        flow = largest_beside(
+            request.client,
+            running,
+            [work.request.client for work in lesser],
+            more_than=max(1, worker.slots // BURST_SHARE),
+        )
+        if not flow:
+            return None
         need = self._placer.need_tokens(request)
         some = [
             work.request
-            for work in worker.work.values()
+            for work in lesser
             if work.request.client[: len(flow)] == flow
             and movable(work)
             and not work.request.suspect
             and self._placer.need_tokens(work.request) >= need
         ]
-        return min(some, key=lambda one: (one.migrations, one.work_len + len(one.emitted)), default=None) if flow else None
+        return min(some, key=lambda one: (one.migrations, one.work_len + len(one.emitted)), default=None)
 
     def _give_way(self, request: LiveRequest, worker: Worker, to: LiveRequest, now_s: float) -> Effects:
         request.machine.move(RequestEvent.MIGRATED)
@@ -87,14 +102,19 @@ class FairSlots:
         self._requests.wait(request)
 
 
-def largest_beside(path: Path, running: Sequence[Path], *, more_than: int) -> Path:
-    """Return the flow of which most runs among those beside `path`, of which nothing runs. Empty: something of it runs, as far
-    as it differs from the others, or no other flow has more than so many requests."""
+def largest_beside(path: Path, running: Sequence[Path], lesser: Sequence[Path], *, more_than: int) -> Path:
+    """Return the flow of which most of `lesser` runs, a part of `running`, among those beside `path`, of which nothing runs.
+    Empty: something of it runs, as far as it differs from the others, or no other flow has more than so many requests."""
     for level, name in enumerate(path):
-        beside = Counter(one[level] for one in running if one[:level] == path[:level] and len(one) > level)
-        if not beside[name]:
-            flow, count = max(beside.items(), key=lambda item: item[1], default=("", 0))
+        beside = {one[level] for one in running if one[:level] == path[:level] and len(one) > level}
+        if name not in beside:
+            counts = Counter(one[level] for one in lesser if one[:level] == path[:level] and len(one) > level)
+            flow, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
             return (*path[:level], flow) if count > more_than else ()
         if len(beside) > 1:
             return ()
     return ()
+
+
+def _yields(running: LiveRequest, to: LiveRequest) -> bool:
+    return line_of(running).priority <= line_of(to).priority and (to.slo.urgent or not running.slo.urgent)

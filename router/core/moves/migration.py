@@ -36,7 +36,8 @@ step or two, and a batch of 64 has moved after 16 turns, which is seconds."""
 FINISH_TOKENS: Final = 8
 """A request with at most so many tokens left ends sooner where it is than its prompt is computed elsewhere."""
 MAX_LOOKS: Final = 32
-"""After so many requests without room, the others of a worker are looked at when there is room again, or at a tick."""
+"""After so many requests without room, the others are looked at when there is room again, or at a tick. Each event that opens
+room may make so many looks, whatever the number of workers that drain, which begin in turn."""
 
 
 class Migration:
@@ -47,6 +48,7 @@ class Migration:
         self._dispatcher = dispatcher
         self._placer = placer
         self._sources: list[LinkId] = []
+        self._first = 0
         self._at_once = 0
         self._moving: dict[RequestId, LiveRequest] = {}
         """The requests that have moved and whose next token has not come yet."""
@@ -63,22 +65,26 @@ class Migration:
         if not self._sources:
             return
         self._forget_moved()
-        for link in self._sources:
+        looks, start = MAX_LOOKS, self._first % len(self._sources)
+        for link in [*self._sources[start:], *self._sources[:start]]:
             worker = self._requests.registry.get(link)
             if worker is not None:
-                yield from self._empty(worker, now_s)
+                looks = yield from self._empty(worker, looks, now_s)
+            if not looks:
+                return
+            self._first += 1
 
     def _forget_moved(self) -> None:
         for request in list(self._moving.values()):
             if request.machine.terminal or len(request.emitted) > len(request.resumed):
                 del self._moving[request.request_id]
 
-    def _empty(self, worker: Worker, now_s: float) -> Effects:
-        looks = 0
+    def _empty(self, worker: Worker, looks: int, now_s: float) -> EffectsThen[int]:
+        """Move the requests of one worker. Return how many of the looks are left."""
         for work in list(worker.work.values()):
             request = work.request
-            if looks == MAX_LOOKS:
-                return
+            if not looks:
+                return 0
             if request.probe is not None or (not worker.draining and request.cleared):
                 continue
             if work.role is Role.PREFILL and request.machine.state is _S.PREFILLING:
@@ -87,7 +93,8 @@ class Migration:
                 action = self._migrate(request, worker, now_s)
             else:
                 continue
-            looks += not (yield from self._requests.alone(request, action, now_s))
+            looks -= not (yield from self._requests.alone(request, action, now_s))
+        return looks
 
     def _may_pause(self, work: RemoteWork) -> bool:
         """Tell whether a request decodes that may wait for its next token now."""

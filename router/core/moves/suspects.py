@@ -31,6 +31,7 @@ from router.core.policy.decider import Reason
 from router.core.registry import Worker
 from router.core.requests import Requests
 from router.core.story import StoryKind
+from router.core.waiting import own_turn
 
 _E = RequestEvent
 
@@ -94,9 +95,23 @@ class Suspects:
                 self._clear(request, now_s)
 
     def place(self, now_s: float) -> Effects:
-        """Begin trials where a worker is empty, and keep workers that are not."""
-        for request in self._requests.waiting.alone():
-            yield from self._requests.alone(request, self._place(request, now_s), now_s)
+        """Begin trials where a worker is empty, and keep workers that are not. Once enough are kept, only requests that have
+        one are looked at: each event that opens room calls this, however many wait."""
+        waiting = self._requests.waiting.alone()
+        if not waiting:
+            return
+        decodes = self._requests.registry.of_role(Role.DECODE)
+        serving, kept = sum(worker.serves for worker in decodes), sum(worker.alone_for is not None for worker in decodes)
+        left = max(1, serving // TRIAL_SHARE) - kept
+        looked_at = waiting if left > 0 else [request for request in waiting if request.alone_on is not None]
+        for request in sorted(looked_at, key=own_turn):
+            if request.alone_on is not None or left > 0:
+                had = request.alone_on
+                yield from self._requests.alone(request, self._place(request, now_s), now_s)
+                left -= request.alone_on is not None and had is None
+        if left <= 0:
+            for request in waiting:
+                request.unplaceable_since_s = None
 
     def _clear(self, request: LiveRequest, now_s: float) -> None:
         self._trials.remove(request)
@@ -132,9 +147,6 @@ class Suspects:
     def _pick(self, request: LiveRequest, now_s: float) -> Worker | None:
         """Return the emptiest decode worker that may try the request. None: there is none, or enough are on trial."""
         decodes = self._requests.registry.of_role(Role.DECODE)
-        serving, kept = sum(worker.serves for worker in decodes), sum(worker.alone_for is not None for worker in decodes)
-        if kept >= max(1, serving // TRIAL_SHARE):
-            return None
         free = [w for w in decodes if w.alone_for is None and w.claimed_by is None and self._may_try(w, request, now_s)]
         return min(free, key=lambda worker: (worker.requests_placed, worker.picked, worker.link), default=None)
 

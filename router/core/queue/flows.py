@@ -13,14 +13,15 @@ each would keep it still, and a flow with more requests would never be served ag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.core.ids import RequestId
 
-KEPT_IDLE: Final = 512
-"""At most about so many flows of one parent are remembered while they do not wait. A forgotten one loses the debt of one
-request."""
+KEPT_IDLE: Final = 1024
+"""At most about so many flows of a tree are remembered while they do not wait, which takes 1 MiB. Those that have no debt are
+forgotten first, which changes nothing, and then those that were served the longest ago, which lose the debt of one request."""
 Path = tuple[str, ...]
 """The names of a request's client, connection and call. All paths of one tree have equally many names."""
 
@@ -59,6 +60,8 @@ class Flows:
     def __init__(self) -> None:
         self.root = Flow()
         self._services = self._joins = 0
+        self._known = 0
+        """The number of flows below the root."""
 
     def along(self, path: Path) -> list[Flow]:
         """Return the flows of a path from the client down. Flows that are not known yet are made."""
@@ -67,6 +70,7 @@ class Flows:
             child = flow.below.get(name)
             if child is None:
                 child = flow.below[name] = Flow(name, flow.virtual)
+                self._known += 1
             found.append(child)
             flow = child
         return found
@@ -96,6 +100,7 @@ class Flows:
             if not flow.waiting:
                 parent.backlogged.discard(flow.name)
             parent = flow
+        self._forget_idle(len(path))
 
     def serve(self, path: Path, tokens: float, now_s: float) -> None:
         """Charge a path for a request of so many tokens. The request need not have waited."""
@@ -107,9 +112,8 @@ class Flows:
             parent.top = max(parent.top, flow.tag)
             sharing = len(parent.backlogged) + (not flow.waiting)
             parent.virtual = parent.top if sharing == 1 else min(parent.top, parent.virtual + tokens / sharing)
-            if len(parent.below) > 2 * KEPT_IDLE + len(parent.backlogged):
-                _forget_idle(parent)
             parent = flow
+        self._forget_idle(len(path))
 
     def charge(self, path: Path, tokens: float) -> None:
         """Charge a path for tokens beyond those of `serve`. Flows that were forgotten are not charged."""
@@ -125,13 +129,27 @@ class Flows:
     def check_invariants(self) -> None:
         """Assert that what waits in each flow waits in one of the flows below it."""
         _check(self.root)
+        assert self._known == sum(1 for _ in _below(self.root))
+
+    def _forget_idle(self, levels: int) -> None:
+        """Forget flows that do not wait, once there are twice as many as are kept. What waits has at most `levels` flows for
+        each request."""
+        if self._known <= 2 * KEPT_IDLE + levels * len(self.root.waiting):
+            return
+        idle = [
+            (flow.tag > parent.virtual, flow.served, parent, flow) for parent, flow in _below(self.root) if not flow.waiting
+        ]
+        idle.sort(key=lambda one: one[:2])
+        for _, _, parent, flow in idle[:-KEPT_IDLE]:
+            del parent.below[flow.name]
+        self._known = sum(1 for _ in _below(self.root))
 
 
-def _forget_idle(parent: Flow) -> None:
-    """Forget the flows below that do not wait, but for those with the largest debts."""
-    idle = sorted((flow for flow in parent.below.values() if not flow.waiting), key=lambda flow: (flow.tag, flow.served))
-    for flow in idle[:-KEPT_IDLE]:
-        del parent.below[flow.name]
+def _below(parent: Flow) -> Iterator[tuple[Flow, Flow]]:
+    """Yield all flows below one, each with its own parent."""
+    for flow in parent.below.values():
+        yield parent, flow
+        yield from _below(flow)
 
 
 def _check(parent: Flow) -> None:

@@ -103,6 +103,12 @@ def test_a_header_tells_clients_apart_and_who_sends_none_is_told_by_the_address(
     assert none[1] != empty[1]
 
 
+@pytest.mark.parametrize("shown", ["bearer k", "BEARER k", "Bearer  k", " Bearer k "])
+def test_an_api_key_is_one_client_however_it_is_written(shown: str) -> None:
+    first, second, other = named("api_key", ("h", "a", "Bearer k"), ("h", "a", shown), ("h", "a", "Bearer K"))
+    assert first[0] == second[0] != other[0]
+
+
 def test_a_connection_may_be_one_client() -> None:
     first, second = named("connection", ("h", "a", "k"), ("h", "b", "k"))
     assert first[0] != second[0]

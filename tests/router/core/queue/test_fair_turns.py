@@ -254,9 +254,21 @@ def test_a_client_that_is_not_known_is_served_in_the_order_of_its_turns() -> Non
     assert [requests.index(queue.serve()) for _ in requests] == [3, 1, 0, 2]
 
 
-def test_idle_clients_are_forgotten() -> None:
+@pytest.mark.parametrize("shape", ["clients", "connections", "calls", "calls of many connections"])
+@pytest.mark.parametrize("served", [True, False])
+def test_flows_that_do_not_wait_are_forgotten(shape: str, served: bool) -> None:
+    """A name of a call never comes again, and a proxy has a thousand connections."""
     flows = Flows()
     for i in range(5 * KEPT_IDLE):
-        flows.serve((f"client {i}", "", ""), 1, 0.0)
-    assert len(flows.root.below) <= 2 * KEPT_IDLE + 1
+        path = {
+            "clients": (f"client {i}", "", ""),
+            "connections": ("a", f"connection {i}", f"call {i}"),
+            "calls": ("a", "b", f"call {i}"),
+            "calls of many connections": ("a", f"connection {i % 50}", f"call {i}"),
+        }[shape]
+        flows.join(path, RequestId(str(i)))
+        flows.leave(path, RequestId(str(i)))
+        if served:
+            flows.serve(path, 1, 0.0)
+        assert flows._known <= 2 * KEPT_IDLE + 3
     flows.check_invariants()

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 
 from pdserve.core.worker import Role
 from router.core import events as ev
+from router.core.live_request import LiveRequest
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.moves import migration
 from router.core.moves.migration import FINISH_TOKENS, MOVES_EACH, Migration
 from router.core.placer import Placer
+from router.core.registry import Worker
 from router.core.story import StoryKind
 from tests.router.core_peers import Outcome, Peer, Stage
 
@@ -327,3 +329,26 @@ def test_these_tests_find(
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         test()
+
+
+def test_an_event_looks_at_a_few_requests_however_many_workers_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has room. Each worker's requests are looked at in turn."""
+    stage, outcomes = running(120, (30, 30, 30, 30))
+    looked: list[tuple[float, str]] = []
+    real = Migration._migrate
+
+    def migrate(self: Migration, request: LiveRequest, worker: Worker, now_s: float) -> Any:
+        looked.append((now_s, worker.hello.worker_id))
+        return real(self, request, worker, now_s)
+
+    monkeypatch.setattr(Migration, "_migrate", migrate)
+    for n in range(3):
+        drain(stage, f"decode-{n}")
+    looked.clear()
+    for _ in range(6):
+        before = len(looked)
+        stage.now_s += 0.1
+        stage.tell(ev.Tick())
+        assert 0 < len(looked) - before <= 2 * migration.MAX_LOOKS, "a tick migrates twice"
+    assert {name for _, name in looked} == {"decode-0", "decode-1", "decode-2"}
+    finish(stage, outcomes)

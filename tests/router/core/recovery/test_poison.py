@@ -242,3 +242,36 @@ def test_these_tests_find(
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         test()
+
+
+def test_an_event_looks_at_no_suspect_that_must_wait_for_the_trials_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(8, 12)
+    outcomes = [cluster.submit(f"r{n}") for n in range(96)]
+    for _ in range(4):
+        cluster.step()
+    for _ in range(2):
+        for name in ("decode-0", "decode-1"):
+            cluster.restart(next(p for p in cluster.stage.peers.values() if p.hello.worker_id == name))
+        for _ in range(4):
+            cluster.step()
+    waiting = cluster.stage.core.requests.waiting
+    assert len(waiting.alone()) > 8
+    looked: list[str] = []
+    real = Suspects._place
+
+    def place(self: Suspects, request: LiveRequest, now_s: float) -> Any:
+        looked.append(request.request_id)
+        return real(self, request, now_s)
+
+    monkeypatch.setattr(Suspects, "_place", place)
+    for _ in range(10):
+        looked.clear()
+        events = 1
+        cluster.stage.now_s += 0.1
+        cluster.stage.tell(ev.Tick())
+        assert len(looked) <= 2 * events, "a quarter of the workers is kept"
+    for _ in range(3000):
+        if all(o.ended for o in outcomes):
+            break
+        cluster.step()
+    assert {tuple(o.ended) for o in outcomes} == {("done",)}
