@@ -30,10 +30,11 @@ from router.core.waiting import line_of
 BURST_SHARE: Final = 8
 """A flow with more than this part of a worker's slots gives way. With less, many calls of a few choices each would take slots
 from each other all the time, and a light request finds that some call ends soon."""
-MAX_LOOKS: Final = 16
-"""At most so many workers are looked at for a request, with all that runs there: about 1 ms if each runs 256 sequences."""
 MAX_FIRSTS: Final = 4
-"""At most so many requests are helped at a tick of 0.1 s, or looked at in vain. The others come next, one after the other."""
+"""At most so many requests are looked at in a tick of 0.1 s. The others come next, one after the other."""
+MAX_LOOKS: Final = 4
+"""At most so many workers are looked at for a request in a tick, with all that runs there, and others in the next one. A tick
+then takes 5 ms if each worker runs 256 sequences."""
 
 
 class FairSlots:
@@ -59,7 +60,7 @@ class FairSlots:
                 yield from self._help(request, workers, now_s)
 
     def _help(self, request: LiveRequest, workers: Sequence[Worker], now_s: float) -> Effects:
-        start = request.arrival % max(1, len(workers))
+        start = self._looks * MAX_LOOKS % max(1, len(workers))
         for worker in [*workers[start:], *workers[:start]][:MAX_LOOKS]:
             if worker.serves and worker.alone_for is None and worker.hello.max_model_len >= request.max_len:
                 gives_way = self._giving_way(request, worker)
@@ -72,7 +73,12 @@ class FairSlots:
         """Return the request of the largest flow on a worker that costs least to replay. None: nobody has to give way. Nobody
         does for a class of lower priority than its own, or an urgent one for another."""
         running = [work.request.client for work in worker.work.values()]
-        lesser = [work for work in worker.work.values() if _yields(work.request, request)]
+        priority, urgent = line_of(request).priority, request.slo.urgent
+        lesser = [
+            work
+            for work in worker.work.values()
+            if work.request.slo.priority <= priority >= work.request.spec.priority and (urgent or not work.request.slo.urgent)
+        ]
         flow = largest_beside(
             request.client,
             running,
@@ -114,7 +120,3 @@ def largest_beside(path: Path, running: Sequence[Path], lesser: Sequence[Path], 
         if len(beside) > 1:
             return ()
     return ()
-
-
-def _yields(running: LiveRequest, to: LiveRequest) -> bool:
-    return line_of(running).priority <= line_of(to).priority and (to.slo.urgent or not running.slo.urgent)
