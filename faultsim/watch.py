@@ -20,7 +20,7 @@ MAX_ENDED: Final = 3
 
 @dataclass(slots=True)
 class _Seen:
-    """What happened to one request. `lost` are all its losses of workers, `ended` those that it has made itself."""
+    """The record of one request. `lost` are all its losses of workers, `ended` those that it has made itself."""
 
     request: LiveRequest
     losses: list[Incarnation] = field(default_factory=list)
