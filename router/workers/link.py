@@ -41,6 +41,7 @@ MAX_OUTBOUND: Final = 4096
 
 RETURN_S: Final = 5.0  # the default of `router.heartbeat_lost_s`
 ROOM_S: Final = 0.25  # a stream looks for room so often; whoever takes events has seconds of work meanwhile
+GONE: Final = "the router has no such link any more"
 
 Deliver = Callable[[Heard], None]
 HasRoom = Callable[[ev.LinkId], bool]
@@ -264,7 +265,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         """Go on with a link whose stream broke, from where each side stopped. The core hears nothing of it."""
         link = self._by_key.get(first.resume.link_key)
         if link is None or not link.outlives_stream:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the router has no such link any more")
+            await context.abort(grpc.StatusCode.NOT_FOUND, GONE)
             return
         loop = asyncio.get_running_loop()
         replaced = link.replace_stream()
@@ -274,6 +275,9 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             except BaseException:  # a lost connection cancels this call, while the stream before has not ended yet
                 self._leave(link, loop, replaced, "the worker hung up or died while it took the link up")
                 raise
+            if not link.outlives_stream:  # it was closed meanwhile
+                self._end(link)
+                await status.abort(context, link.error or ReplicaLost(GONE))
             link.broken = False
             if link.waiting is not None:
                 link.waiting.cancel()
@@ -357,11 +361,11 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
     def _end(self, link: Link) -> None:
         """End a link for good, and tell the core. Idempotent."""
         link.closed.set()
+        if self._beats is not None:
+            self._beats.discard(link.key)
         if self._links.pop(link.link_id, None) is None:
             return
         self._by_key.pop(link.key, None)
-        if self._beats is not None:
-            self._beats.discard(link.key)
         self._deliver(ev.WorkerLeft(link.link_id))
         reason = link.error.message if link.error is not None else link.word or "hung up or died"
         logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, link.address, reason)

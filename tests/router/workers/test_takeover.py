@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from pdserve.core.errors import Unavailable
 from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
@@ -163,5 +164,22 @@ def test_a_stream_that_is_replaced_before_it_is_served_leaves_the_link_to_its_su
             story.first.may_end.set()
             await until(lambda: "resumed" in last.written)
             assert (story.waits, story.service._links[LINK].broken) == (0, False)
+
+    asyncio.run(story())
+
+
+def test_a_link_that_is_closed_while_a_stream_takes_it_up_is_not_heard_any_more() -> None:
+    """(1) A second stream comes, while the link may still be taken up. (2) The core closes the link. (3) The first stream ends
+    it. The second one must not put its key back among those that are heard and answered."""
+
+    async def story() -> None:
+        async with welcomed(return_s=WAIT_S) as story:
+            second = story.resumes()
+            await asyncio.sleep(0)
+            story.service.hang_up(LINK, Unavailable("given up"))
+            story.first.may_end.set()
+            await second.aborts.wait()
+            assert story.nothing_is_left()
+            assert second.written == []
 
     asyncio.run(story())
