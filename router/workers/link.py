@@ -350,13 +350,21 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             link.waiting = asyncio.create_task(self._outwait(link))
 
     async def _outwait(self, link: Link) -> None:
-        ways = [asyncio.ensure_future(way) for way in (self._ended(link.address), link.closed.wait())]
+        ways = [asyncio.ensure_future(way) for way in (self._evidence(link), link.closed.wait())]
         try:
             await asyncio.wait(ways, timeout=self._return_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:
                 way.cancel()
         self._end(link)
+
+    async def _evidence(self, link: Link) -> None:
+        """Return once the worker's process is known to have ended. An error proves nothing, so the worker has its time."""
+        try:
+            await self._ended(link.address)
+        except Exception:
+            logger.exception("link %d: whether %s at %s has ended is not known", link.link_id, link.worker, link.address)
+            await link.closed.wait()
 
     def _end(self, link: Link) -> None:
         """End a link for good, and tell the core. Idempotent."""

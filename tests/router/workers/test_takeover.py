@@ -58,6 +58,8 @@ class Story:
         self.beats = BeatPort(lambda: True)
         self.service = LinkService("", self._hear, return_s=return_s, beats=self.beats, ended=self._ended)
         self.waits = 0
+        self.fails = False
+        """True: it cannot be found out whether the process has ended."""
         self.left = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
         self.first = self.calls(HELLO)
@@ -70,6 +72,8 @@ class Story:
 
     async def _ended(self, address: str) -> None:
         self.waits += 1
+        if self.fails:
+            raise OverflowError("a bug")
         await asyncio.Event().wait()
 
     def calls(self, first: link_pb2.WorkerMessage) -> Call:
@@ -181,5 +185,19 @@ def test_a_link_that_is_closed_while_a_stream_takes_it_up_is_not_heard_any_more(
             await second.aborts.wait()
             assert story.nothing_is_left()
             assert second.written == []
+
+    asyncio.run(story())
+
+
+def test_an_error_is_no_evidence_that_a_process_has_ended() -> None:
+    async def story() -> None:
+        async with welcomed(return_s=WAIT_S) as story:
+            story.fails = True
+            story.first.may_end.set()
+            story.first.to_read.put_nowait(grpc.aio.EOF)
+            await until(lambda: story.waits)
+            last = story.resumes()
+            await until(lambda: "resumed" in last.written)
+            assert not story.left.is_set()
 
     asyncio.run(story())
