@@ -5,6 +5,9 @@ answers with the same bytes, also from a thread and a socket of their own. So a 
 and no turn of a loop, in either direction. A beat that gets lost costs nothing: several go out before anyone is missed. Where
 a network carries no datagrams, the stream alone shows life.
 
+The sockets are not connected: an answer may come from another address of the router than the one that was asked, and the key
+tells whose it is. A name may have several addresses, and gRPC does not say which one it took, so a beat goes to all of them.
+
 Each side beats only while the loops that serve its link still turn, since a process whose loops hang is of no use to its peer.
 """
 
@@ -12,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import selectors
 import socket
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 from pdserve.rpc.silence import STUCK_S
 
@@ -23,61 +27,82 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 16
 """The length of a link's key. It is random, and only the two ends of the link know it."""
-CLOSE_TIMEOUT_S: Final = 1.0
+MAX_ADDRESSES: Final = 4  # of a host in two networks, each with IPv4 and IPv6
+UNANSWERED_S: Final = STUCK_S  # whoever answers no beat for so long never will: no load that was measured held one for so long
 
 
 class Beats:
-    """Sends the beats of one link. The loop that serves the link calls all methods; `turned` is called at least once in
-    `STUCK_S`."""
+    """Sends the beats of one link. The loop that serves the link calls all methods; it calls `turned` once an interval while
+    the link has a stream."""
 
     def __init__(self, router_address: str, key: bytes, interval_s: float) -> None:
         """Start to beat. `router_address` is the link's host:port."""
         self.answers = 0
         """The beats that the router has answered so far."""
+        self._router_address = router_address
         self._interval_s = interval_s
         self._key = key
         self._turned_s = time.monotonic()
-        self._stop = threading.Event()
-        self._socket: socket.socket | None = None
+        self._answers_seen = 0
+        self._turns = 0  # since an answer was seen
+        self._told = False  # that nothing is answered
+        self._closed = False
+        self._wake: socket.socket | None = None  # closing it wakes the thread, which owns it
         host, _, port = router_address.rpartition(":")
         self._thread = threading.Thread(target=self._run, args=(host.strip("[]"), int(port)), name="beats", daemon=True)
         self._thread.start()
 
     def turned(self) -> None:
-        """Note that the loop turns."""
+        """Note that the loop turns, and log once when the router answers no beats though its stream lives."""
         self._turned_s = time.monotonic()
+        self._turns = self._turns + 1 if self.answers == self._answers_seen else 0
+        self._answers_seen = self.answers
+        if self._turns * self._interval_s > UNANSWERED_S and not self._told:
+            self._told = True
+            log.warning(
+                "router %s has answered no beat for %.0f s, so the stream alone shows that it lives: do datagrams (UDP) pass "
+                "to that port and back?",
+                self._router_address,
+                UNANSWERED_S,
+            )
 
     def close(self) -> None:
-        """Stop to beat. Idempotent."""
-        self._stop.set()
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(CLOSE_TIMEOUT_S)
+        """Stop to beat. Idempotent. The thread ends at once, or as soon as a resolver that it asks has answered; nobody waits
+        for that."""
+        self._closed = True
+        if self._wake is not None:
+            self._wake.close()
 
     def _run(self, host: str, port: int) -> None:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as made:
-                made.connect(address)
-                self._socket = made
-                while not self._stop.is_set():
-                    self._beat(made)
-        except OSError as exc:
-            log.warning("no beats go to %s:%d, so the stream alone shows that the router lives: %s", host, port, exc)
+        with contextlib.ExitStack() as stack:
+            try:
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+                self._wake, woken = (stack.enter_context(end) for end in socket.socketpair())
+            except OSError as exc:
+                log.warning("no beats go to %s:%d, so the stream alone shows that the router lives: %s", host, port, exc)
+                self._told = True
+                return
+            waits = stack.enter_context(selectors.PollSelector())
+            waits.register(woken, selectors.EVENT_READ)
+            ways: list[tuple[socket.socket, Any]] = []
+            for family, kind, protocol, _, address in found[:MAX_ADDRESSES]:
+                with contextlib.suppress(OSError):  # this machine may have no such network
+                    made = stack.enter_context(socket.socket(family, kind, protocol))
+                    made.setblocking(False)
+                    waits.register(made, selectors.EVENT_READ)
+                    ways.append((made, address))
+            while not self._closed:
+                self._beat(ways, waits)
 
-    def _beat(self, made: socket.socket) -> None:
-        """Send one beat, and take answers until the next one is due. Nobody listens at a port that refuses a beat; a router
-        that is started again does."""
+    def _beat(self, ways: list[tuple[socket.socket, Any]], waits: selectors.BaseSelector) -> None:
+        """Send one beat, and take answers until the next one is due, also to the beats before."""
         due_s = time.monotonic() + self._interval_s
         if time.monotonic() - self._turned_s < STUCK_S:
-            with contextlib.suppress(OSError):
-                made.send(self._key)
-        while not self._stop.is_set() and (left_s := due_s - time.monotonic()) > 0:
-            made.settimeout(left_s)
-            try:
-                self.answers += made.recv(KEY_BYTES + 1) == self._key
-            except TimeoutError:
-                return
-            except OSError:
-                self._stop.wait(max(0.0, due_s - time.monotonic()))
+            for made, address in ways:
+                with contextlib.suppress(OSError):
+                    made.sendto(self._key, address)
+        while not self._closed and (left_s := due_s - time.monotonic()) > 0:
+            for ready, _ in waits.select(left_s):
+                assert isinstance(ready.fileobj, socket.socket)
+                with contextlib.suppress(OSError):
+                    self.answers += ready.fileobj.recv(KEY_BYTES + 1) == self._key

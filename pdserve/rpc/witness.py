@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, NoReturn
 
 READ_BYTES: Final = 4096
+MAX_PORT: Final = 65535  # of TCP
 
 
 async def ended(address: str) -> None:
     """Return once the process that listens at `address` (host:port) has ended: nothing listens there, or a connection to it is
-    closed. An address that gives no answer proves nothing, so this may wait for ever; the caller bounds it."""
+    closed. An address that gives no answer, or is none, proves nothing, so this may wait for ever; the caller bounds it."""
     host, _, port = address.rpartition(":")
+    number = int(port) if port.isdecimal() and len(port) <= len(str(MAX_PORT)) else 0
+    if not host or not 0 < number <= MAX_PORT:
+        await _never()
     try:
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        reader, writer = await asyncio.open_connection(host.strip("[]"), number)
     except ConnectionRefusedError:
         return
-    except (OSError, ValueError):  # unreachable from here, or no address
-        await asyncio.Event().wait()
-        return
+    except (OSError, ValueError):  # unreachable from here, or no name
+        await _never()
     try:
         while await reader.read(READ_BYTES):
             pass
@@ -26,3 +29,8 @@ async def ended(address: str) -> None:
         pass
     finally:
         writer.close()
+
+
+async def _never() -> NoReturn:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets this event")

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.rpc.beats import CLOSE_TIMEOUT_S, KEY_BYTES
+from pdserve.rpc.beats import KEY_BYTES
 from router.core import events as ev
 
 logger = logging.getLogger(__name__)
 
 MAX_HEARD: Final = 1 << 14
 """At most so many beats wait to be taken: those of 500 workers in half a minute. The oldest ones give way."""
+CLOSE_TIMEOUT_S: Final = 1.0  # the thread is woken, and does little else
 
 
 class BeatPort:

@@ -16,7 +16,7 @@ import contextlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
 import grpc.aio
@@ -41,6 +41,7 @@ MAX_OUTBOUND: Final = 4096
 
 RETURN_S: Final = 5.0  # the default of `router.heartbeat_lost_s`
 ROOM_S: Final = 0.25  # a stream looks for room so often; whoever takes events has seconds of work meanwhile
+GONE: Final = "the router has no such link any more"
 
 Deliver = Callable[[Heard], None]
 HasRoom = Callable[[ev.LinkId], bool]
@@ -77,7 +78,7 @@ class Link:
         self.incoming = incoming
         self.closed = asyncio.Event()
         self._replaced = asyncio.Event()
-        self._streams = asyncio.Lock()
+        self.streams = asyncio.Lock()
         """Whoever holds it serves the one stream of this link."""
         self._told_unknown = False
         self.key = b""
@@ -107,14 +108,12 @@ class Link:
         self.error = self.error or error
         self.closed.set()
 
-    @contextlib.asynccontextmanager
-    async def stream(self) -> AsyncIterator[asyncio.Event]:
-        """Own the link's stream. Another call that still owns it ends first: its worker has dialled again. Yields the event
-        that ends this one in the same way."""
+    def replace_stream(self) -> asyncio.Event:
+        """Begin a stream that answers for this link from now on: its worker has dialled again. The one before ends. Returns the
+        event that ends the new one in the same way."""
         self._replaced.set()
-        async with self._streams:
-            self._replaced = asyncio.Event()
-            yield self._replaced
+        self._replaced = asyncio.Event()
+        return self._replaced
 
     async def run(
         self, context: Any, replaced: asyncio.Event, deliver: Deliver, answers: Callable[[], bool], has_room: HasRoom
@@ -258,16 +257,27 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         self._count += 1
         link = Link(ev.LinkId(self._count), hello, incoming, bundles=first.takes_bundles)
         self._links[link.link_id] = link
-        async with link.stream() as replaced:
+        replaced = link.replace_stream()
+        async with link.streams:
             await self._serve(link, context, replaced, lambda: self._deliver(ev.WorkerJoined(link.link_id, hello)))
 
     async def _resume(self, first: link_pb2.WorkerMessage, context: Any) -> None:
         """Go on with a link whose stream broke, from where each side stopped. The core hears nothing of it."""
         link = self._by_key.get(first.resume.link_key)
         if link is None or not link.outlives_stream:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "the router has no such link any more")
+            await context.abort(grpc.StatusCode.NOT_FOUND, GONE)
             return
-        async with link.stream() as replaced:
+        loop = asyncio.get_running_loop()
+        replaced = link.replace_stream()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(link.streams)
+            except BaseException:  # a lost connection cancels this call, while the stream before has not ended yet
+                self._leave(link, loop, replaced, "the worker hung up or died while it took the link up")
+                raise
+            if not link.outlives_stream:  # it was closed meanwhile
+                self._end(link)
+                await status.abort(context, link.error or ReplicaLost(GONE))
             link.broken = False
             if link.waiting is not None:
                 link.waiting.cancel()
@@ -311,15 +321,20 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         except InternalBug as exc:
             link.close(exc)
         finally:  # a lost connection cancels this call
-            if not link.outlives_stream or not _runs(loop):
-                self._end(link)
-            elif not replaced.is_set():
-                self._wait_for(link, broke)
+            self._leave(link, loop, replaced, broke)
 
         if link.error is not None:
             await status.abort(context, link.error)
         if link.outlives_stream:
             await context.abort(grpc.StatusCode.UNAVAILABLE, broke)
+
+    def _leave(self, link: Link, loop: asyncio.AbstractEventLoop, replaced: asyncio.Event, broke: str) -> None:
+        """End a link whose stream has ended, or wait for the worker's return. If the stream was replaced, its successor answers
+        for the link, and does this in its turn."""
+        if not link.outlives_stream or not _runs(loop):
+            self._end(link)
+        elif not replaced.is_set():
+            self._wait_for(link, broke)
 
     def _wait_for(self, link: Link, broke: str) -> None:
         """Let the worker come back, while nothing shows that its process has ended. Its beats are not heard meanwhile, so the
@@ -331,11 +346,11 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         asyncio.get_running_loop().call_soon(self._begin_to_wait, link)  # a loop that is dropped begins nothing
 
     def _begin_to_wait(self, link: Link) -> None:
-        if link.broken:
+        if link.broken and link.waiting is None:  # a stream that was never served leaves a wait as it was
             link.waiting = asyncio.create_task(self._outwait(link))
 
     async def _outwait(self, link: Link) -> None:
-        ways = [asyncio.ensure_future(way) for way in (self._ended(link.address), link.closed.wait())]
+        ways = [asyncio.ensure_future(way) for way in (self._evidence(link), link.closed.wait())]
         try:
             await asyncio.wait(ways, timeout=self._return_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -343,14 +358,22 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                 way.cancel()
         self._end(link)
 
+    async def _evidence(self, link: Link) -> None:
+        """Return once the worker's process is known to have ended. An error proves nothing, so the worker has its time."""
+        try:
+            await self._ended(link.address)
+        except Exception:
+            logger.exception("link %d: whether %s at %s has ended is not known", link.link_id, link.worker, link.address)
+            await link.closed.wait()
+
     def _end(self, link: Link) -> None:
         """End a link for good, and tell the core. Idempotent."""
         link.closed.set()
+        if self._beats is not None:
+            self._beats.discard(link.key)
         if self._links.pop(link.link_id, None) is None:
             return
         self._by_key.pop(link.key, None)
-        if self._beats is not None:
-            self._beats.discard(link.key)
         self._deliver(ev.WorkerLeft(link.link_id))
         reason = link.error.message if link.error is not None else link.word or "hung up or died"
         logger.warning("link %d: %s at %s ended: %s", link.link_id, link.worker, link.address, reason)
