@@ -245,7 +245,9 @@ class WorkerPool:
 
 
 def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str, Any]:
-    soft = bool(plan.lasting)  # a node on which it may run may also have no room any more
+    # The node on which it may run may have no room any more. Ray puts an actor that asks for nothing, which always has room, on
+    # any node unless the affinity is hard.
+    soft = bool(plan.needs.amounts)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=soft) if node_id else "SPREAD"
     return {
         "num_cpus": plan.num_cpus,
