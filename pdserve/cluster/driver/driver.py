@@ -79,7 +79,8 @@ class RayDriver:
         finally:
             its.close()
         self._connection, self._joined, self._launched = ours, None, False
-        self._send(self._begin)
+        with contextlib.suppress(OSError):  # it has ended already, as the next look finds
+            self._send(self._begin)
 
     def wait_joined(self, stop: threading.Event) -> None:
         """Wait until Ray was joined. Raises `Interrupted`, and `ClusterError` or `ConfigError` when it was not."""
@@ -91,7 +92,9 @@ class RayDriver:
                 raise ClusterError(f"Ray was not there after {JOIN_TIMEOUT_S:.0f} s; see {self._log}")
             try:
                 said = self._receive(LOOK_S)
-            except EOFError as exc:
+            except (EOFError, OSError) as exc:
+                if stop.is_set():  # the signal may have ended it as well
+                    raise Interrupted from exc
                 raise ClusterError(f"the process that speaks with Ray has ended; see {self._log}") from exc
             if isinstance(said, Exception):
                 raise said
@@ -135,7 +138,10 @@ class RayDriver:
     def launch(self, plans: Sequence[WorkerPlan]) -> None:
         """Ask Ray for every worker, without waiting for it."""
         self._members = tuple(Member(plan) for plan in plans)
-        self._launch()
+        try:
+            self._launch()
+        except OSError as exc:
+            self._lose(str(exc))
 
     def check(self, wait_s: float = 0.0) -> None:
         """Look once at what has happened to workers, and tell the listener. A lost child is replaced meanwhile.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdserve.cluster import plan
 from pdserve.cluster.driver import driver
 from pdserve.cluster.driver.driver import RayDriver
-from pdserve.cluster.errors import ClusterError
+from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import Event, RayBack, RayLost, WorkerChanged, WorkerPhase
 from pdserve.cluster.member import State
 from pdserve.config import ClusterConfig
@@ -154,4 +156,45 @@ def test_a_first_child_that_cannot_join_ends_the_start(tmp_path: Path, monkeypat
     with pytest.raises(ClusterError, match="cannot start Ray: no room"):
         made.ray.wait_joined(threading.Event())
     made.ray.close()
+    made.ray.close()
+
+
+class Ended(subprocess.Popen[bytes]):
+    """A child that has ended before its parent goes on."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.wait(BOUND_S)
+
+
+@pytest.mark.parametrize(("stopped", "error"), [(False, ClusterError), (True, Interrupted)])
+def test_a_first_child_that_a_signal_ends_at_once_ends_the_start_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool, error: type[Exception]
+) -> None:
+    """Writing to it fails with EPIPE, which the command line takes for a closed output, and ends without a word."""
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, "-c", "pass"))
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    made = Driven(tmp_path)
+    made.ray.begin()
+    stop = threading.Event()
+    if stopped:
+        stop.set()
+    with pytest.raises(error):
+        made.ray.wait_joined(stop)
+    made.ray.close()
+
+
+def test_a_child_that_ends_before_it_has_the_pool_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "COMMAND", (sys.executable, "-c", CHILD, str(tmp_path)))
+    made = Driven(tmp_path)
+    made.ray._backoff.first_s = made.ray._backoff.longest_s = 0.01
+    made.ray.begin()
+    made.ray.wait_joined(threading.Event())
+    child = made.ray._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    made.ray.launch(made.plans)
+    made.check_until(lambda: made.ray.answers)
+    assert made.saw(RayBack)
     made.ray.close()
