@@ -7,6 +7,7 @@ at the same time: the router starts while this process loads Ray's library, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -34,6 +35,7 @@ from pdserve.cluster.events import (
     WorkerChanged,
     WorkerPhase,
     ignore,
+    tell,
 )
 from pdserve.cluster.folders import Folders
 from pdserve.cluster.gpus.assign import assigned, gpus_of
@@ -96,7 +98,7 @@ class Cluster:
         planner_settings(config)  # a wrong one is an error before anything starts
         self.config = config
         self._stop = stop
-        self._listener = listener
+        self._listener = functools.partial(tell, listener)
         self._router_command = router_command
         self._entries = entries
         self._lasting = lasting

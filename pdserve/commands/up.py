@@ -69,7 +69,7 @@ def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str, lasting
     from pdserve.commands.console import make_console
     from pdserve.commands.progress import StartView
 
-    console = make_console()
+    console = make_console(steady=True)
     view = StartView(console, after_ray=stop.reclaim)
     made = Cluster(
         config, stop=stop.event, listener=view, cluster_token=cluster_token, lasting=lasting, leave_running=leave_running
