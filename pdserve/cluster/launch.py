@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import signal
@@ -60,6 +61,7 @@ from pdserve.planner.limits import PoolSizes
 from pdserve.rpc.codec import role_from_wire
 from pdserve.worker.link import REDIAL_MAX_S
 
+log = logging.getLogger(__name__)
 DIAL_S: Final = 2 * REDIAL_MAX_S  # workers that run dial a new router within one such pause
 JOIN_LOOK_S: Final = 0.1
 RAY_BACK_S: Final = 120.0
@@ -268,7 +270,10 @@ class Cluster:
         self._kept_sizes = ordered
         if self._record is not None:
             configured = plan.configured_sizes(self.config)
-            self._record.write_sizes(SizeFacts(*astuple(configured), *astuple(ordered)) if ordered is not None else None)
+            try:
+                self._record.write_sizes(SizeFacts(*astuple(configured), *astuple(ordered)) if ordered is not None else None)
+            except OSError:  # they hold all the same, until the next `pdserve up`
+                log.exception("the ordered sizes cannot be recorded")
 
     def _running(self, address: str) -> tuple[dict[str, str], dict[str, str]]:
         """Return the roles of the workers that run already, and the addresses of their nodes, each by the workers' ids.

@@ -139,7 +139,7 @@ class ClusterRecord:
         """
         folder = _folder(name, root)
         for each in (folder.parent, folder, folder / "workers"):
-            _make_private(each)
+            make_private(each)
         return cls(folder)
 
     @classmethod
@@ -164,7 +164,7 @@ class ClusterRecord:
         """
         while True:
             for each in (self.folder, self.folder / "workers"):
-                _make_private(each)
+                make_private(each)
             descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -335,7 +335,8 @@ def _folder(name: str, root: Path | None) -> Path:
     return (root or runtime_folder()) / name
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
+    """Make a folder of this user alone. Raises `ConfigError` when it cannot be made, or others may read it."""
     try:
         folder.mkdir(PRIVATE, exist_ok=True)
     except FileNotFoundError:  # the last cluster of this user has just ended and removed the parent
