@@ -32,7 +32,7 @@ from pdserve.core.errors import ConfigError
 
 Facts = TypeVar("Facts")
 MARK: Final = "PDSERVE_CLUSTER"
-"""The variable that every process of a cluster carries, with the cluster's name."""
+"""The variable that every process of a cluster carries, with the name and the place of the cluster's record."""
 TIED: Final = "PDSERVE_TIED"
 """The variable of each process that ends with the `pdserve` that started it: private Ray, and all of a cluster that is bound. A
 lasting process that such a one starts must not inherit it."""
@@ -294,7 +294,14 @@ def default_name(admin_port: int) -> str:
 
 def mark_of(name: str) -> dict[str, str]:
     """Return the variables that every process of the cluster must have, so that `marked` finds it."""
-    return {MARK: name, KEEP_ENVIRONMENT: "1"}
+    return {MARK: _mark(name), KEEP_ENVIRONMENT: "1"}
+
+
+def _mark(name: str) -> str:
+    """Return the value of the mark. The lock of a name is one of its temporary folder, so the mark is as well: a service with a
+    private one has the same path and another folder."""
+    folder = os.stat(tempfile.gettempdir())
+    return f"{name}@{folder.st_dev:x}:{folder.st_ino:x}"
 
 
 def tie_to(folder: Path) -> dict[str, str]:
@@ -302,11 +309,13 @@ def tie_to(folder: Path) -> dict[str, str]:
     return {TIED: str(folder), KEEP_ENVIRONMENT: "1"}
 
 
-def marked(value: str, variable: str = MARK) -> list[ProcessId]:
-    """Return all processes of this user that carry the cluster's mark, whoever their parents are, but for this process.
+def marked(name: str) -> list[ProcessId]:
+    """Return all processes of this user that carry the cluster's mark, whoever their parents are, but for this process."""
+    return carrying(MARK, _mark(name))
 
-    With `TIED` as the variable, they are those that are tied to a folder.
-    """
+
+def carrying(variable: str, value: str) -> list[ProcessId]:
+    """Return all processes of this user that were started with the variable, but for this process."""
     mark = f"{variable}={value}".encode()
     found = []
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):

@@ -20,7 +20,7 @@ from pdserve.cluster.errors import WorkerDied
 from pdserve.cluster.keeping.keeper import Keeper
 from pdserve.cluster.keeping.order import Order, running_workers
 from pdserve.cluster.plan import WorkerPlan
-from pdserve.cluster.record import ClusterRecord, ProcessId, marked
+from pdserve.cluster.record import ClusterRecord, ProcessId, carrying, marked
 from pdserve.config import ClusterConfig
 from pdserve.core.errors import ConfigError
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
     yield tmp_path
-    for process in marked(str(tmp_path), "TMPDIR"):
+    for process in carrying("TMPDIR", str(tmp_path)):
         process.send(signal.SIGKILL)
 
 

@@ -197,6 +197,17 @@ def test_the_default_name_follows_the_admin_port() -> None:
     assert record.default_name(0) != record.default_name(0)
 
 
+def test_one_name_in_two_temporary_folders_is_two_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its lock, so each may run: the clean end of one killed the other."""
+    name = f"test-{os.getpid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with child(**record.mark_of(name)) as started:
+        assert [each.pid for each in record.marked(name)] == [started.pid]
+        (tmp_path / "other").mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "other"))
+        assert record.marked(name) == []
+
+
 def test_marked_processes_are_found_whoever_their_parent_is() -> None:
     """(1) A process with the mark starts another, sets a title and ends. (2) The other is found. (3) One with a longer name
     is not."""
