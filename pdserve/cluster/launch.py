@@ -88,7 +88,7 @@ class Cluster:
 
         lasting: the name of a cluster that outlives this process, and that the next `start` of that name adopts. Empty: it
         ends with this process, however this process ends. leave_running: once it has started, `close` and `kill` end nothing
-        of it but what serves this process, for the next `start` of its name.
+        of it but what serves this process, for the next `start` of its name. Until then they do so where it ran before.
         cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process. Raises
         `ConfigError` when other machines reach the administration and nobody could know its secret.
         """
@@ -131,8 +131,11 @@ class Cluster:
 
     @property
     def leaves(self) -> bool:
-        """Tell whether the end of this process, by a signal too, leaves the cluster running."""
-        return self._leave_running and self._started
+        """Tell whether the end of this process, by a signal too, leaves the cluster running.
+
+        What ran before goes on if this process is told to end before it has adopted all of it.
+        """
+        return self._leave_running if self._started else self._adopts
 
     @property
     def folders(self) -> Folders:

@@ -83,7 +83,8 @@ def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str, lasting
                 console.print("stopping: running requests finish first; a second signal stops at once")
     except Interrupted:
         console.print("stopped while starting")
-        return 0
+        if not made.leaves:
+            return 0
     if made.leaves:
         console.print(f"the cluster serves on; `pdserve down --name {made.name}` ends it")
         return 0
