@@ -41,6 +41,7 @@ from pdserve.cluster.events import (
 from pdserve.cluster.folders import Folders
 from pdserve.cluster.gpus.assign import assigned, gpus_of
 from pdserve.cluster.gpus.present import gpus_here
+from pdserve.cluster.keeping.elsewhere import drain_elsewhere
 from pdserve.cluster.keeping.order import check_settings, running_workers
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.member import Member, State
@@ -108,6 +109,9 @@ class Cluster:
         self._started = False
         self._kept_sizes: PoolSizes | None = None  # as they were recorded last
         self._adopts = False  # the router or workers ran before this process came
+        self._joins = config.address != "local"
+        self._host = ""  # the address of this node in a joined Ray
+        self.left: tuple[str, ...] = ()  # workers of other machines that could not be told to end, after `close` or `kill`
         self._record: ClusterRecord | None = None  # of a lasting cluster
         self.name = lasting or default_name(0)
         self._given_token = cluster_token
@@ -156,13 +160,14 @@ class Cluster:
         self._begin_record()
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
-        if self.config.address == "local":
+        if not self._joins:
             self.config = assigned(self.config, gpus_here(os.environ))
             self._check_running()
             router = self._start_router(plan.LOCAL_HOST)
             pool = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it
             pool = self._connect_ray()
+            self._host = pool.node_host
             self.config = assigned(self.config, gpus_of(pool.nodes()))
             self._check_running()
             router = self._start_router(pool.node_host)
@@ -182,8 +187,8 @@ class Cluster:
             self._record = ClusterRecord.open(self._lasting)
             self._record.own()
             facts = self._record.facts
-            self._adopts = bool(marked(self.name))
-        if facts is not None and self._given_token not in ("", facts.token) and marked(self.name):
+            self._adopts = bool(marked(self.name)) or (facts is not None and facts.joined)
+        if facts is not None and self._given_token not in ("", facts.token) and self._adopts:
             raise ConfigError(
                 f"the cluster {self.name} runs with another secret; stop it with `pdserve down`, or give its own with "
                 "--cluster-token or PDSERVE_CLUSTER_TOKEN"
@@ -192,7 +197,8 @@ class Cluster:
         before = Path(facts.logs) if facts is not None and facts.logs_are_ours else None
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
-            self._record.write_facts(ClusterFacts(self._token, str(self._folders.logs), self._folders.logs_are_ours))
+            joined = self._joins or (facts is not None and facts.joined)
+            self._record.write_facts(ClusterFacts(self._token, str(self._folders.logs), self._folders.logs_are_ours, joined))
 
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""
@@ -285,7 +291,7 @@ class Cluster:
         """
         roles = {worker_id: facts.role for worker_id, facts in running_workers(self._record).items()}
         hosts: dict[str, str] = {}
-        if not self._lasting or self.config.address == "local":
+        if not self._lasting or not self._joins:
             return roles, hosts
         deadline = time.monotonic() + DIAL_S
         with AdminClient(reachable(address), self._token) as client:
@@ -382,8 +388,11 @@ class Cluster:
 
         After a failure (`failed`) the logs are kept, and the listener is told where. `leave`: what a lasting cluster has goes
         on, since it served before this process came and this process has failed, or since the operator wants that.
+        Workers of other machines are drained through the router when Ray, which would stop them, is away. If that is not
+        possible either, `left` has their names, and the record stays for the next `start` of its name.
         """
         pool, router, folders = self._pool, self._router, self._folders  # they stay known: `kill` may come meanwhile
+        drains = pool is not None and pool.lost and self._joins and self._record is not None and not leave
         with contextlib.ExitStack() as stack:
             if self._record is not None:
                 stack.callback(self._end_record, leave)
@@ -394,11 +403,29 @@ class Cluster:
             if pool:
                 stack.callback(pool.close)
             if pool and not leave:
-                stack.callback(pool.stop)
+                stack.callback(self._stop_workers, pool, drained=drains)
             if router:
                 stack.callback(router.close, self._router_stop_s, leave=self.leaves or (leave and router.adopted))
+            if drains:
+                stack.callback(self._drain_elsewhere)
             if self._actuator:
                 self._actuator.close()
+
+    def _drain_elsewhere(self) -> None:
+        assert self._record is not None
+        self.left = drain_elsewhere(self._record, reachable, log.info)
+
+    def _stop_workers(self, pool: RayDriver, *, drained: bool) -> None:
+        elsewhere = self._elsewhere(pool)
+        if not pool.stop() and not drained:
+            self.left = elsewhere
+
+    def _elsewhere(self, pool: RayDriver) -> tuple[str, ...]:
+        """Return the workers on other machines that no keeper ends by its own end, as far as they are known."""
+        if not self._lasting or not self._joins:
+            return ()
+        members = [member for member in pool.members if not member.drained and member.host not in ("", self._host)]
+        return tuple(f"{member.worker_id} at {member.host}" for member in members)
 
     def _sweep(self) -> None:
         """End what is left of the cluster on this machine: workers whose keepers are lost."""
@@ -412,7 +439,7 @@ class Cluster:
 
     def _end_record(self, leave: bool) -> None:
         assert self._record is not None
-        if not leave and self._record.owned:
+        if not leave and not self.left and self._record.owned:
             self._record.remove()
         self._record.release()
 
@@ -433,7 +460,8 @@ class Cluster:
         for process in marked(self.name):  # those that have lost their parents too
             process.send(signal.SIGKILL)
         self._folders.remove_logs(keep_logs=False)
-        if self._record is not None and self._record.owned:
+        self.left = self._elsewhere(self._pool) if self._pool else ()
+        if self._record is not None and self._record.owned and not self.left:
             self._record.remove()
 
     def _begin(self, part: Part) -> None:

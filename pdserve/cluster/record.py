@@ -98,6 +98,7 @@ class ClusterFacts:
     token: str  # the secret of the router, its workers and its administrators
     logs: str  # the folder of all logs
     logs_are_ours: bool  # the folder was made for this cluster, so it goes with it
+    joined: bool = False  # it has joined a Ray of other machines, on which workers may run that are not recorded here
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +390,10 @@ def _process(read: object) -> ProcessId | None:
 
 
 def _build(kind: type[Facts], read: Mapping[str, Any]) -> Facts | None:
-    """Return the facts; None when a field is missing or of another type. Fields of a later version are left out."""
-    wanted = {field.name: read.get(field.name) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    """Return the facts; None when a field without a default is missing, or one has another type. Fields of a later version are
+    left out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    wanted = {name: read.get(name, None if value is dataclasses.MISSING else value) for name, value in defaults.items()}
     types = {"int": int, "str": str, "bool": bool}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         known = types.get(str(field.type))

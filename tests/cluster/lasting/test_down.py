@@ -87,6 +87,21 @@ def test_all_of_one_cluster_ends_the_router_first(folder: Path, start: Start) ->
     assert f"stopping the router (pid {router.pid})" in said
 
 
+def test_workers_of_other_machines_that_nobody_can_ask_are_said_and_the_record_stays(folder: Path, start: Start) -> None:
+    """With a dead router they counted as none, and their secret was removed: nothing could end them any more."""
+    worker, router = start("worker"), start("router")
+    kept = recorded(folder, router)
+    kept.write_facts(ClusterFacts("secret", str(folder / "logs"), logs_are_ours=True, joined=True))
+    router.kill()
+    router.wait()
+    result = CliRunner().invoke(main, ["down", "--name", NAME])
+    assert result.exit_code == 1
+    assert "still runs: workers of other machines" in result.output
+    assert "nothing of it is left" not in result.output
+    assert worker.wait(60) == 0
+    assert kept.facts is not None
+
+
 def test_what_has_no_record_any_more_is_found_by_its_mark(folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """And killed, if it takes no other signal."""
     monkeypatch.setattr(ending, "TERM_TIMEOUT_S", 0.1)
