@@ -198,7 +198,8 @@ class Cluster:
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
             joined = self._joins or (facts is not None and facts.joined)
-            self._record.write_facts(ClusterFacts(self._token, str(self._folders.logs), self._folders.logs_are_ours, joined))
+            logs, ours = str(self._folders.logs), self._folders.logs_are_ours
+            self._record.write_facts(ClusterFacts(self._token, logs, ours, joined, float(self.config.router.drain_s)))
 
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""

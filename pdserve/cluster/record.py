@@ -99,6 +99,7 @@ class ClusterFacts:
     logs: str  # the folder of all logs
     logs_are_ours: bool  # the folder was made for this cluster, so it goes with it
     joined: bool = False  # it has joined a Ray of other machines, on which workers may run that are not recorded here
+    drain_s: float = 30.0  # the router's: its streams get so long to end; the default is that of `router.drain_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,7 @@ def _build(kind: type[Facts], read: Mapping[str, Any]) -> Facts | None:
     left out."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     wanted = {name: read.get(name, None if value is dataclasses.MISSING else value) for name, value in defaults.items()}
-    types = {"int": int, "str": str, "bool": bool}
+    types = {"int": int, "str": str, "bool": bool, "float": float}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         known = types.get(str(field.type))
         if wanted[field.name] is None or (known is not None and type(wanted[field.name]) is not known):

@@ -15,8 +15,9 @@ from pdserve.cluster.keeping.order import running_workers
 from pdserve.cluster.launch import reachable
 from pdserve.cluster.record import ClusterRecord, ProcessId, marked
 
-UP_TIMEOUT_S: Final = 90.0
-"""A living `pdserve up` ends its cluster itself, router first, which lets running requests finish for a while."""
+UP_MARGIN_S: Final = 90.0
+"""A living `pdserve up` ends its cluster itself: streams get `router.drain_s`, and the rest at most so long. On an idle machine
+it takes seconds; a lost Ray is waited for up to 60 s."""
 TERM_TIMEOUT_S: Final = 15.0
 """A router or a worker that is told to end takes less than ten seconds."""
 KILL_TIMEOUT_S: Final = 5.0
@@ -45,8 +46,14 @@ def end_cluster(name: str, say: Say) -> Ended:
     owner = record.owner if record is not None else None
     if owner is not None:
         say(f"stopping `pdserve up` (pid {owner.pid})")
-        owner.send(signal.SIGTERM)
-        _wait_gone([owner], UP_TIMEOUT_S)
+        facts = record.facts if record is not None else None
+        _send([owner], signal.SIGTERM)
+        _send([owner], signal.SIGCONT)  # one that was stopped takes no other signal but SIGKILL
+        _wait_gone([owner], (facts.drain_s if facts is not None else 0.0) + UP_MARGIN_S)
+        if owner.alive:
+            say(f"killing `pdserve up` (pid {owner.pid}), which does not end")
+            _send([owner], signal.SIGKILL)  # or it would start again what ends below
+            _wait_gone([owner], KILL_TIMEOUT_S)
     elsewhere = drain_elsewhere(record, reachable, say) if record is not None else ()
     router = record.router if record is not None else None
     names = {facts.process: worker_id for worker_id, facts in running_workers(record).items()}
@@ -61,7 +68,7 @@ def end_cluster(name: str, say: Say) -> Ended:
         _wait_gone(group, TERM_TIMEOUT_S)
     _send(marked(name), signal.SIGKILL)  # also what was started meanwhile
     _wait_gone(marked(name), KILL_TIMEOUT_S)
-    left = tuple(marked(name))
+    left = (*marked(name), *([owner] if owner is not None and owner.alive else []))
     if record is not None and not left and not elsewhere:  # those elsewhere know its secret
         _remove(record)
     return Ended(left, elsewhere)
