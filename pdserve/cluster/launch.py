@@ -7,7 +7,9 @@ at the same time: the router starts while this process loads Ray's library, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import logging
 import os
 import secrets
@@ -53,7 +55,7 @@ from pdserve.cluster.scaling.limits import limits_of, obstacle_of, planner_setti
 from pdserve.cluster.scaling.planning import policies_of, policy_log
 from pdserve.cluster.scaling.policy import check_policy
 from pdserve.cluster.scaling.port import RouterPort
-from pdserve.config import ClusterConfig, RouterProcessConfig
+from pdserve.config import ClusterConfig, RouterProcessConfig, dump
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
 from pdserve.core.worker import Role
@@ -161,15 +163,13 @@ class Cluster:
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
         if not self._joins:
-            self.config = assigned(self.config, gpus_here(os.environ))
-            self._check_running()
+            self._assign_gpus(gpus_here(os.environ))
             router = self._start_router(plan.LOCAL_HOST)
             pool = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it
             pool = self._connect_ray()
             self._host = pool.node_host
-            self.config = assigned(self.config, gpus_of(pool.nodes()))
-            self._check_running()
+            self._assign_gpus(gpus_of(pool.nodes()))
             router = self._start_router(pool.node_host)
         self.endpoints = router.wait_ready(self._stop)
         self._listener(PartReady(Part.ROUTER, router.process.start_s))
@@ -197,9 +197,28 @@ class Cluster:
         before = Path(facts.logs) if facts is not None and facts.logs_are_ours else None
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
-            joined = self._joins or (facts is not None and facts.joined)
-            logs, ours = str(self._folders.logs), self._folders.logs_are_ours
-            self._record.write_facts(ClusterFacts(self._token, logs, ours, joined, float(self.config.router.drain_s)))
+            now = ClusterFacts(
+                self._token,
+                str(self._folders.logs),
+                self._folders.logs_are_ours,
+                joined=self._joins or (facts is not None and facts.joined),
+                drain_s=float(self.config.router.drain_s),
+                gpus=facts.gpus if facts is not None else 0,
+                assigned=facts.assigned if facts is not None else "",
+            )
+            self._record.write_facts(now)
+
+    def _assign_gpus(self, present: int) -> None:
+        """Assign the GPUs that are present, or those of before while workers run for which these were assigned: a GPU or a node
+        that has come or gone since then must not make them ones with other settings. Raises as `_check_running` does."""
+        facts = self._record.facts if self._record is not None else None
+        digest = hashlib.sha256(dump(self.config).encode()).hexdigest()
+        if facts is not None and facts.assigned == digest and (facts.joined or running_workers(self._record)):
+            present = facts.gpus
+        self.config = assigned(self.config, present)
+        self._check_running()
+        if self._record is not None and facts is not None:
+            self._record.write_facts(dataclasses.replace(facts, gpus=present, assigned=digest))
 
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""

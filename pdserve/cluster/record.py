@@ -100,6 +100,8 @@ class ClusterFacts:
     logs_are_ours: bool  # the folder was made for this cluster, so it goes with it
     joined: bool = False  # it has joined a Ray of other machines, on which workers may run that are not recorded here
     drain_s: float = 30.0  # the router's: its streams get so long to end; the default is that of `router.drain_s`
+    gpus: int = 0  # the GPUs that were counted when they were assigned to its workers
+    assigned: str = ""  # a digest of the settings for which they were; empty: they were not yet
 
 
 @dataclass(frozen=True, slots=True)
