@@ -386,6 +386,8 @@ class Cluster:
         while not self._stop.wait(TICK_S):
             self._keep_router()
             self._pool.check()
+            if self._record is not None:
+                self._record.refresh(time.monotonic())
             if self._pool.answers and not self._router.doubtful:  # nobody shall wait for a start, or for an answer
                 self._actuator.tick(time.monotonic())
                 if self._actuator.wanted.ordered != self._kept_sizes:

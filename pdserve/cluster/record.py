@@ -5,7 +5,8 @@ all others to the `pdserve up` that holds the lock. A file is written whole or n
 absent: the processes that it named are still found by the mark in their environment.
 
 The folder lies under the temporary folder. The folder of XDG_RUNTIME_DIR is none: it goes when its user logs out, and a cluster
-that was started in the background does not.
+that was started in the background does not. Machines remove from a temporary folder what nobody has touched for days, so the
+owner and the workers touch it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ lasting process that such a one starts must not inherit it."""
 KEEP_ENVIRONMENT: Final = "SPT_NOENV"  # a process that sets its title would otherwise write over the mark
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # the length keeps Unix sockets below the folder within 107 bytes
 PRIVATE: Final = 0o700
+REFRESH_S: Final = 3600.0  # systemd-tmpfiles removes what was not touched for 10 days, and others do after one
 ENDED: Final = ("Z", "X")  # states of /proc/PID/stat: a zombie runs no more
 
 
@@ -134,6 +136,7 @@ class ClusterRecord:
         """Use `open` or `find`."""
         self.folder = folder
         self._lock: int | None = None
+        self._refresh_s = 0.0  # the time of the next `refresh`
 
     @classmethod
     def open(cls, name: str, root: Path | None = None) -> ClusterRecord:
@@ -272,6 +275,16 @@ class ClusterRecord:
         files = sorted((self.folder / "workers").glob("*.json"))
         read = {urllib.parse.unquote(file.stem): _read(file) for file in files}
         return {worker_id: facts for worker_id, facts in read.items() if facts is not None}
+
+    def refresh(self, now_s: float) -> None:
+        """Touch all files, unless that was done within the last hour. Any process of the cluster may call it, often."""
+        if now_s < self._refresh_s:
+            return
+        self._refresh_s = now_s + REFRESH_S
+        with contextlib.suppress(OSError):  # the record is being removed
+            for each in (self.folder, *self.folder.rglob("*")):
+                with contextlib.suppress(OSError):
+                    os.utime(each, follow_symlinks=False)
 
     def remove(self) -> None:
         """Remove the record, at the end of the cluster. Its owner calls it, before `release`. Idempotent."""

@@ -146,6 +146,8 @@ class WorkerProcess:
         threading.Thread(target=self._follow_guard, name="end", daemon=True).start()
         role = self._plan.role
         while not wait([self._ended], LOOK_S).done:
+            if self._record is not None:
+                self._record.refresh(time.monotonic())
             if role != self.role():
                 role = self.role()
                 self._write_facts(role)
