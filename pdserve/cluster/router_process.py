@@ -95,7 +95,8 @@ class RouterProcess:
         self.process = ProcessId.of(child.pid) or ProcessId(child.pid, 0)  # the second: it has ended already
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        make_private(self._file.parent)
+        if not self._file.parent.is_dir():  # one that is there may be that of a private Ray, which opens it to others
+            make_private(self._file.parent)
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # the file holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
             file.write(config.dump(self.settings))
