@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from pdserve.worker.load_progress import LoadState
+
+log = logging.getLogger(__name__)
 
 
 class Part(Enum):
@@ -178,3 +181,11 @@ Listener = Callable[[Event], None]
 
 def ignore(_event: Event) -> None:
     """Do nothing with the event."""
+
+
+def tell(listener: Listener, event: Event) -> None:
+    """Call the listener. One that fails ends nothing: the cluster serves others than those who watch it."""
+    try:
+        listener(event)
+    except Exception:
+        log.exception("a listener of the cluster failed")

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from pdserve.cluster.record import MARK, TIED, marked
+from pdserve.cluster.record import MARK, TIED, carrying
 
 SCRIPT: Final = """
 read -r word
@@ -68,7 +68,7 @@ def sweep(folder: str) -> None:
     deadline = time.monotonic() + SWEEP_S
     found_none = 0
     while found_none < 2 and time.monotonic() < deadline:
-        tied = marked(folder, TIED)
+        tied = carrying(TIED, folder)
         for process in tied:
             process.send(signal.SIGKILL)
         found_none = 0 if tied else found_none + 1

@@ -7,6 +7,10 @@ at the same time: the router starts while this process loads Ray's library, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
 import os
 import secrets
 import signal
@@ -34,10 +38,12 @@ from pdserve.cluster.events import (
     WorkerChanged,
     WorkerPhase,
     ignore,
+    tell,
 )
 from pdserve.cluster.folders import Folders
 from pdserve.cluster.gpus.assign import assigned, gpus_of
 from pdserve.cluster.gpus.present import gpus_here
+from pdserve.cluster.keeping.elsewhere import drain_elsewhere
 from pdserve.cluster.keeping.order import check_settings, running_workers
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.member import Member, State
@@ -49,7 +55,7 @@ from pdserve.cluster.scaling.limits import limits_of, obstacle_of, planner_setti
 from pdserve.cluster.scaling.planning import policies_of, policy_log
 from pdserve.cluster.scaling.policy import check_policy
 from pdserve.cluster.scaling.port import RouterPort
-from pdserve.config import ClusterConfig, RouterProcessConfig
+from pdserve.config import ClusterConfig, RouterProcessConfig, dump
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import is_loopback
 from pdserve.core.worker import Role
@@ -58,6 +64,7 @@ from pdserve.planner.limits import PoolSizes
 from pdserve.rpc.codec import role_from_wire
 from pdserve.worker.link import REDIAL_MAX_S
 
+log = logging.getLogger(__name__)
 DIAL_S: Final = 2 * REDIAL_MAX_S  # workers that run dial a new router within one such pause
 JOIN_LOOK_S: Final = 0.1
 RAY_BACK_S: Final = 120.0
@@ -84,7 +91,7 @@ class Cluster:
 
         lasting: the name of a cluster that outlives this process, and that the next `start` of that name adopts. Empty: it
         ends with this process, however this process ends. leave_running: once it has started, `close` and `kill` end nothing
-        of it but what serves this process, for the next `start` of its name.
+        of it but what serves this process, for the next `start` of its name. Until then they do so where it ran before.
         cluster_token: the secret that administrators on other machines share. Empty makes a secret of this process. Raises
         `ConfigError` when other machines reach the administration and nobody could know its secret.
         """
@@ -96,7 +103,7 @@ class Cluster:
         planner_settings(config)  # a wrong one is an error before anything starts
         self.config = config
         self._stop = stop
-        self._listener = listener
+        self._listener = functools.partial(tell, listener)
         self._router_command = router_command
         self._entries = entries
         self._lasting = lasting
@@ -104,6 +111,9 @@ class Cluster:
         self._started = False
         self._kept_sizes: PoolSizes | None = None  # as they were recorded last
         self._adopts = False  # the router or workers ran before this process came
+        self._joins = config.address != "local"
+        self._host = ""  # the address of this node in a joined Ray
+        self.left: tuple[str, ...] = ()  # workers of other machines that could not be told to end, after `close` or `kill`
         self._record: ClusterRecord | None = None  # of a lasting cluster
         self.name = lasting or default_name(0)
         self._given_token = cluster_token
@@ -127,8 +137,11 @@ class Cluster:
 
     @property
     def leaves(self) -> bool:
-        """Tell whether the end of this process, by a signal too, leaves the cluster running."""
-        return self._leave_running and self._started
+        """Tell whether the end of this process, by a signal too, leaves the cluster running.
+
+        What ran before goes on if this process is told to end before it has adopted all of it.
+        """
+        return self._leave_running if self._started else self._adopts
 
     @property
     def folders(self) -> Folders:
@@ -149,15 +162,14 @@ class Cluster:
         self._begin_record()
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
-        if self.config.address == "local":
-            self.config = assigned(self.config, gpus_here(os.environ))
-            self._check_running()
+        if not self._joins:
+            self._assign_gpus(gpus_here(os.environ))
             router = self._start_router(plan.LOCAL_HOST)
             pool = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it
             pool = self._connect_ray()
-            self.config = assigned(self.config, gpus_of(pool.nodes()))
-            self._check_running()
+            self._host = pool.node_host
+            self._assign_gpus(gpus_of(pool.nodes()))
             router = self._start_router(pool.node_host)
         self.endpoints = router.wait_ready(self._stop)
         self._listener(PartReady(Part.ROUTER, router.process.start_s))
@@ -175,8 +187,8 @@ class Cluster:
             self._record = ClusterRecord.open(self._lasting)
             self._record.own()
             facts = self._record.facts
-            self._adopts = bool(marked(self.name))
-        if facts is not None and self._given_token not in ("", facts.token) and marked(self.name):
+            self._adopts = bool(marked(self.name)) or (facts is not None and facts.joined)
+        if facts is not None and self._given_token not in ("", facts.token) and self._adopts:
             raise ConfigError(
                 f"the cluster {self.name} runs with another secret; stop it with `pdserve down`, or give its own with "
                 "--cluster-token or PDSERVE_CLUSTER_TOKEN"
@@ -185,7 +197,28 @@ class Cluster:
         before = Path(facts.logs) if facts is not None and facts.logs_are_ours else None
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
-            self._record.write_facts(ClusterFacts(self._token, str(self._folders.logs), self._folders.logs_are_ours))
+            now = ClusterFacts(
+                self._token,
+                str(self._folders.logs),
+                self._folders.logs_are_ours,
+                joined=self._joins or (facts is not None and facts.joined),
+                drain_s=float(self.config.router.drain_s),
+                gpus=facts.gpus if facts is not None else 0,
+                assigned=facts.assigned if facts is not None else "",
+            )
+            self._record.write_facts(now)
+
+    def _assign_gpus(self, present: int) -> None:
+        """Assign the GPUs that are present, or those of before while workers run for which these were assigned: a GPU or a node
+        that has come or gone since then must not make them ones with other settings. Raises as `_check_running` does."""
+        facts = self._record.facts if self._record is not None else None
+        digest = hashlib.sha256(dump(self.config).encode()).hexdigest()
+        if facts is not None and facts.assigned == digest and (facts.joined or running_workers(self._record)):
+            present = facts.gpus
+        self.config = assigned(self.config, present)
+        self._check_running()
+        if self._record is not None and facts is not None:
+            self._record.write_facts(dataclasses.replace(facts, gpus=present, assigned=digest))
 
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""
@@ -266,7 +299,10 @@ class Cluster:
         self._kept_sizes = ordered
         if self._record is not None:
             configured = plan.configured_sizes(self.config)
-            self._record.write_sizes(SizeFacts(*astuple(configured), *astuple(ordered)) if ordered is not None else None)
+            try:
+                self._record.write_sizes(SizeFacts(*astuple(configured), *astuple(ordered)) if ordered is not None else None)
+            except OSError:  # they hold all the same, until the next `pdserve up`
+                log.exception("the ordered sizes cannot be recorded")
 
     def _running(self, address: str) -> tuple[dict[str, str], dict[str, str]]:
         """Return the roles of the workers that run already, and the addresses of their nodes, each by the workers' ids.
@@ -275,7 +311,7 @@ class Cluster:
         """
         roles = {worker_id: facts.role for worker_id, facts in running_workers(self._record).items()}
         hosts: dict[str, str] = {}
-        if not self._lasting or self.config.address == "local":
+        if not self._lasting or not self._joins:
             return roles, hosts
         deadline = time.monotonic() + DIAL_S
         with AdminClient(reachable(address), self._token) as client:
@@ -350,6 +386,8 @@ class Cluster:
         while not self._stop.wait(TICK_S):
             self._keep_router()
             self._pool.check()
+            if self._record is not None:
+                self._record.refresh(time.monotonic())
             if self._pool.answers and not self._router.doubtful:  # nobody shall wait for a start, or for an answer
                 self._actuator.tick(time.monotonic())
                 if self._actuator.wanted.ordered != self._kept_sizes:
@@ -372,8 +410,11 @@ class Cluster:
 
         After a failure (`failed`) the logs are kept, and the listener is told where. `leave`: what a lasting cluster has goes
         on, since it served before this process came and this process has failed, or since the operator wants that.
+        Workers of other machines are drained through the router when Ray, which would stop them, is away. If that is not
+        possible either, `left` has their names, and the record stays for the next `start` of its name.
         """
         pool, router, folders = self._pool, self._router, self._folders  # they stay known: `kill` may come meanwhile
+        drains = pool is not None and pool.lost and self._joins and self._record is not None and not leave
         with contextlib.ExitStack() as stack:
             if self._record is not None:
                 stack.callback(self._end_record, leave)
@@ -384,11 +425,29 @@ class Cluster:
             if pool:
                 stack.callback(pool.close)
             if pool and not leave:
-                stack.callback(pool.stop)
+                stack.callback(self._stop_workers, pool, drained=drains)
             if router:
                 stack.callback(router.close, self._router_stop_s, leave=self.leaves or (leave and router.adopted))
+            if drains:
+                stack.callback(self._drain_elsewhere)
             if self._actuator:
                 self._actuator.close()
+
+    def _drain_elsewhere(self) -> None:
+        assert self._record is not None
+        self.left = drain_elsewhere(self._record, reachable, log.info)
+
+    def _stop_workers(self, pool: RayDriver, *, drained: bool) -> None:
+        elsewhere = self._elsewhere(pool)
+        if not pool.stop() and not drained:
+            self.left = elsewhere
+
+    def _elsewhere(self, pool: RayDriver) -> tuple[str, ...]:
+        """Return the workers on other machines that no keeper ends by its own end, as far as they are known."""
+        if not self._lasting or not self._joins:
+            return ()
+        members = [member for member in pool.members if not member.drained and member.host not in ("", self._host)]
+        return tuple(f"{member.worker_id} at {member.host}" for member in members)
 
     def _sweep(self) -> None:
         """End what is left of the cluster on this machine: workers whose keepers are lost."""
@@ -402,7 +461,7 @@ class Cluster:
 
     def _end_record(self, leave: bool) -> None:
         assert self._record is not None
-        if not leave and self._record.owned:
+        if not leave and not self.left and self._record.owned:
             self._record.remove()
         self._record.release()
 
@@ -423,7 +482,8 @@ class Cluster:
         for process in marked(self.name):  # those that have lost their parents too
             process.send(signal.SIGKILL)
         self._folders.remove_logs(keep_logs=False)
-        if self._record is not None and self._record.owned:
+        self.left = self._elsewhere(self._pool) if self._pool else ()
+        if self._record is not None and self._record.owned and not self.left:
             self._record.remove()
 
     def _begin(self, part: Part) -> None:

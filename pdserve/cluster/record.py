@@ -5,7 +5,8 @@ all others to the `pdserve up` that holds the lock. A file is written whole or n
 absent: the processes that it named are still found by the mark in their environment.
 
 The folder lies under the temporary folder. The folder of XDG_RUNTIME_DIR is none: it goes when its user logs out, and a cluster
-that was started in the background does not.
+that was started in the background does not. Machines remove from a temporary folder what nobody has touched for days, so the
+owner and the workers touch it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from pdserve.core.errors import ConfigError
 
 Facts = TypeVar("Facts")
 MARK: Final = "PDSERVE_CLUSTER"
-"""The variable that every process of a cluster carries, with the cluster's name."""
+"""The variable that every process of a cluster carries, with the name and the place of the cluster's record."""
 TIED: Final = "PDSERVE_TIED"
 """The variable of each process that ends with the `pdserve` that started it: private Ray, and all of a cluster that is bound. A
 lasting process that such a one starts must not inherit it."""
 KEEP_ENVIRONMENT: Final = "SPT_NOENV"  # a process that sets its title would otherwise write over the mark
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # the length keeps Unix sockets below the folder within 107 bytes
 PRIVATE: Final = 0o700
+REFRESH_S: Final = 3600.0  # systemd-tmpfiles removes what was not touched for 10 days, and others do after one
 ENDED: Final = ("Z", "X")  # states of /proc/PID/stat: a zombie runs no more
 
 
@@ -98,6 +100,10 @@ class ClusterFacts:
     token: str  # the secret of the router, its workers and its administrators
     logs: str  # the folder of all logs
     logs_are_ours: bool  # the folder was made for this cluster, so it goes with it
+    joined: bool = False  # it has joined a Ray of other machines, on which workers may run that are not recorded here
+    drain_s: float = 30.0  # the router's: its streams get so long to end; the default is that of `router.drain_s`
+    gpus: int = 0  # the GPUs that were counted when they were assigned to its workers
+    assigned: str = ""  # a digest of the settings for which they were; empty: they were not yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,7 @@ class ClusterRecord:
         """Use `open` or `find`."""
         self.folder = folder
         self._lock: int | None = None
+        self._refresh_s = 0.0  # the time of the next `refresh`
 
     @classmethod
     def open(cls, name: str, root: Path | None = None) -> ClusterRecord:
@@ -139,7 +146,7 @@ class ClusterRecord:
         """
         folder = _folder(name, root)
         for each in (folder.parent, folder, folder / "workers"):
-            _make_private(each)
+            make_private(each)
         return cls(folder)
 
     @classmethod
@@ -164,7 +171,7 @@ class ClusterRecord:
         """
         while True:
             for each in (self.folder, self.folder / "workers"):
-                _make_private(each)
+                make_private(each)
             descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,6 +276,16 @@ class ClusterRecord:
         read = {urllib.parse.unquote(file.stem): _read(file) for file in files}
         return {worker_id: facts for worker_id, facts in read.items() if facts is not None}
 
+    def refresh(self, now_s: float) -> None:
+        """Touch all files, unless that was done within the last hour. Any process of the cluster may call it, often."""
+        if now_s < self._refresh_s:
+            return
+        self._refresh_s = now_s + REFRESH_S
+        with contextlib.suppress(OSError):  # the record is being removed
+            for each in (self.folder, *self.folder.rglob("*")):
+                with contextlib.suppress(OSError):
+                    os.utime(each, follow_symlinks=False)
+
     def remove(self) -> None:
         """Remove the record, at the end of the cluster. Its owner calls it, before `release`. Idempotent."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -294,7 +311,14 @@ def default_name(admin_port: int) -> str:
 
 def mark_of(name: str) -> dict[str, str]:
     """Return the variables that every process of the cluster must have, so that `marked` finds it."""
-    return {MARK: name, KEEP_ENVIRONMENT: "1"}
+    return {MARK: _mark(name), KEEP_ENVIRONMENT: "1"}
+
+
+def _mark(name: str) -> str:
+    """Return the value of the mark. The lock of a name is one of its temporary folder, so the mark is as well: a service with a
+    private one has the same path and another folder."""
+    folder = os.stat(tempfile.gettempdir())
+    return f"{name}@{folder.st_dev:x}:{folder.st_ino:x}"
 
 
 def tie_to(folder: Path) -> dict[str, str]:
@@ -302,11 +326,13 @@ def tie_to(folder: Path) -> dict[str, str]:
     return {TIED: str(folder), KEEP_ENVIRONMENT: "1"}
 
 
-def marked(value: str, variable: str = MARK) -> list[ProcessId]:
-    """Return all processes of this user that carry the cluster's mark, whoever their parents are, but for this process.
+def marked(name: str) -> list[ProcessId]:
+    """Return all processes of this user that carry the cluster's mark, whoever their parents are, but for this process."""
+    return carrying(MARK, _mark(name))
 
-    With `TIED` as the variable, they are those that are tied to a folder.
-    """
+
+def carrying(variable: str, value: str) -> list[ProcessId]:
+    """Return all processes of this user that were started with the variable, but for this process."""
     mark = f"{variable}={value}".encode()
     found = []
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
@@ -335,7 +361,8 @@ def _folder(name: str, root: Path | None) -> Path:
     return (root or runtime_folder()) / name
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
+    """Make a folder of this user alone. Raises `ConfigError` when it cannot be made, or others may read it."""
     try:
         folder.mkdir(PRIVATE, exist_ok=True)
     except FileNotFoundError:  # the last cluster of this user has just ended and removed the parent
@@ -379,9 +406,11 @@ def _process(read: object) -> ProcessId | None:
 
 
 def _build(kind: type[Facts], read: Mapping[str, Any]) -> Facts | None:
-    """Return the facts; None when a field is missing or of another type. Fields of a later version are left out."""
-    wanted = {field.name: read.get(field.name) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    types = {"int": int, "str": str, "bool": bool}
+    """Return the facts; None when a field without a default is missing, or one has another type. Fields of a later version are
+    left out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    wanted = {name: read.get(name, None if value is dataclasses.MISSING else value) for name, value in defaults.items()}
+    types = {"int": int, "str": str, "bool": bool, "float": float}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         known = types.get(str(field.type))
         if wanted[field.name] is None or (known is not None and type(wanted[field.name]) is not known):

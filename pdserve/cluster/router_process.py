@@ -24,7 +24,7 @@ from types import MappingProxyType
 from pdserve import config
 from pdserve.cluster import processes
 from pdserve.cluster.errors import ClusterError, Interrupted
-from pdserve.cluster.record import ProcessId
+from pdserve.cluster.record import ProcessId, make_private
 from pdserve.cluster.router.ports import NAMES, at_ports
 from pdserve.core.errors import ConfigError
 from pdserve.observe.log_files import open_log
@@ -79,26 +79,37 @@ class RouterProcess:
         self.start_s = 0.0  # seconds that the last start took until the router was ready
 
     def start(self) -> None:
-        """Spawn the process, without waiting for it. Raises `ClusterError` when it cannot be run at all."""
+        """Spawn the process, without waiting for it. Its folder is made again if somebody has removed it.
+
+        Raises `ClusterError` when the process cannot be run, or a file of it cannot be written.
+        """
         assert self.process is None
         self._began = time.monotonic()
+        try:
+            child = self._spawn()
+        except OSError as exc:
+            raise ClusterError(f"cannot run the router: {exc.filename or self._file.parent}: {exc.strerror}") from exc
+        except ConfigError as exc:
+            raise ClusterError(f"cannot run the router: {exc.message}") from exc
+        self._child = child
+        self.process = ProcessId.of(child.pid) or ProcessId(child.pid, 0)  # the second: it has ended already
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        if not self._file.parent.is_dir():  # one that is there may be that of a private Ray, which opens it to others
+            make_private(self._file.parent)
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # the file holds the cluster's token
         with os.fdopen(descriptor, "w") as file:
             file.write(config.dump(self.settings))
         with open_log(self._log) as log, self._said.open("wb") as said:
             self._log_start = os.fstat(log.fileno()).st_size
-            try:
-                self._child = subprocess.Popen(
-                    [*self._command, *self._arguments],
-                    stdin=subprocess.DEVNULL if self._lasting else subprocess.PIPE,
-                    stdout=said,
-                    stderr=log,
-                    start_new_session=True,
-                    env=environment() | self._variables,
-                )
-            except OSError as exc:
-                raise ClusterError(f"cannot run the router: {exc.strerror}") from exc
-        self.process = ProcessId.of(self._child.pid) or ProcessId(self._child.pid, 0)  # the second: it has ended already
+            return subprocess.Popen(
+                [*self._command, *self._arguments],
+                stdin=subprocess.DEVNULL if self._lasting else subprocess.PIPE,
+                stdout=said,
+                stderr=log,
+                start_new_session=True,
+                env=environment() | self._variables,
+            )
 
     @property
     def _arguments(self) -> list[str]:
@@ -133,7 +144,10 @@ class RouterProcess:
     def ready(self) -> Endpoints | None:
         """Return the addresses of the router that was started, None while it is not ready. Raises as `wait_ready` does."""
         ended = self.ended() is not None  # before the file is read: it says what it has to say first
-        line = self._said.read_text(errors="replace")
+        try:
+            line = self._said.read_text(errors="replace")
+        except OSError as exc:
+            raise ClusterError(f"cannot read whether the router is ready: {self._said}: {exc.strerror}") from exc
         if not line.endswith("\n"):
             if ended:
                 raise self._failure()
@@ -166,10 +180,13 @@ class RouterProcess:
         """Return the last `error:` line that the router wrote since its start; empty when there is none, or no file."""
         if not self._log.is_file():
             return ""
-        with self._log.open("rb") as log:
-            if os.fstat(log.fileno()).st_size >= self._log_start:  # otherwise it was emptied meanwhile
-                log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
+        try:
+            with self._log.open("rb") as log:
+                if os.fstat(log.fileno()).st_size >= self._log_start:  # otherwise it was emptied meanwhile
+                    log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return said[-1] if said else ""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -26,6 +29,58 @@ class PlainConsole(Console):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
 
-def make_console() -> Console:
-    """Return a console that prints plain text unless standard output is a terminal. It never colours numbers by itself."""
-    return PlainConsole(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+class SteadyOutput:
+    """An output that goes quiet for good once it takes nothing more: its disk is full, its reader or its terminal is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._quiet = False
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the text."""
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop it."""
+        if not self._quiet:
+            try:
+                self._stream.write(text)
+            except OSError:
+                self._end()
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back, or drop it."""
+        if not self._quiet:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._end()
+
+    def isatty(self) -> bool:
+        """Tell whether it is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._stream.fileno()
+
+    def _end(self) -> None:
+        """Drop what the stream still holds as well: Python writes it at its exit, and would fail there."""
+        self._quiet = True
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self._stream.fileno())
+            finally:
+                os.close(nowhere)
+
+
+def make_console(*, steady: bool = False) -> Console:
+    """Return a console that prints plain text unless standard output is a terminal. It never colours numbers by itself.
+
+    steady: printing never fails, since the work goes on when nobody reads any more.
+    """
+    file = cast(TextIO, SteadyOutput(sys.stdout)) if steady else None
+    return PlainConsole(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, file=file)

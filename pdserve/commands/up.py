@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pdserve.commands.failures import one_line_errors
+from pdserve.commands.failures import FAILED, one_line_errors, report
 from pdserve.commands.settings import ClusterCommand, cluster_config, cluster_options
 
 if TYPE_CHECKING:
@@ -69,26 +69,38 @@ def _serve(config: ClusterConfig, stop: StopSignals, cluster_token: str, lasting
     from pdserve.commands.console import make_console
     from pdserve.commands.progress import StartView
 
-    console = make_console()
+    console = make_console(steady=True)
     view = StartView(console, after_ray=stop.reclaim)
     made = Cluster(
         config, stop=stop.event, listener=view, cluster_token=cluster_token, lasting=lasting, leave_running=leave_running
     )
     try:
         with made as cluster:
-            stop.at_once = cluster.kill
+            stop.at_once = functools.partial(_end_at_once, cluster)
             _start(cluster, view, console)
             cluster.supervise()
             if not cluster.leaves:
                 console.print("stopping: running requests finish first; a second signal stops at once")
     except Interrupted:
         console.print("stopped while starting")
-        return 0
+    else:
+        if not made.leaves and not made.left:
+            console.print("stopped; nothing is left running")
     if made.leaves:
         console.print(f"the cluster serves on; `pdserve down --name {made.name}` ends it")
-        return 0
-    console.print("stopped; nothing is left running")
-    return 0
+    if made.left:
+        report(_left(made), FAILED)
+    return FAILED if made.left else 0
+
+
+def _end_at_once(cluster: Cluster) -> None:
+    cluster.kill()
+    if cluster.left:
+        report(_left(cluster), FAILED)
+
+
+def _left(cluster: Cluster) -> str:
+    return f"not stopped: {', '.join(cluster.left)}; `pdserve up --name {cluster.name}` adopts what runs there"
 
 
 def _start(cluster: Cluster, view: StartView, console: Console) -> None:

@@ -8,7 +8,9 @@ lines also empties the file. What others write during the copying, which takes s
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from io import FileIO
 from pathlib import Path
@@ -31,7 +33,7 @@ def log_file(folder: Path, name: str) -> Path:
         return folder / name
     if os.access(CONTAINER_STDOUT, os.W_OK):
         return CONTAINER_STDOUT
-    return Path(tempfile.gettempdir()) / "pdserve-logs" / name
+    return _own_folder() / name
 
 
 def open_log(path: Path) -> FileIO:
@@ -39,9 +41,25 @@ def open_log(path: Path) -> FileIO:
 
     Raises `OSError` when it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent == _own_folder():
+        _make_own(path.parent)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
     empty_if_large(path)
     return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644), "wb")
+
+
+def _own_folder() -> Path:
+    """Return the folder of this user's logs in the temporary folder, which all users share."""
+    return Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}-logs"
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder of this user alone. In one that another user made, a log could be a link to any file of ours."""
+    folder.mkdir(0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(errno.EPERM, "it is not a folder of this user alone (mode 0700)", str(folder))
 
 
 def empty_if_large(path: Path) -> None:

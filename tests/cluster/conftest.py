@@ -67,7 +67,7 @@ class Command:
 
     def lasting(self) -> list[record.ProcessId]:
         """Every process that it has started, whoever their parents are: all inherit its temporary folder."""
-        return record.marked(str(self.temporary), "TMPDIR")
+        return record.carrying("TMPDIR", str(self.temporary))
 
     def assert_nothing_left(self) -> None:
         assert not processes.wait_gone(self.seen, GONE_TIMEOUT_S), self.text

@@ -59,7 +59,7 @@ class RayNode:
     def processes(self) -> list[psutil.Process]:
         """Those of Ray, which may write over their environment, and workers."""
         found = processes.descendants(self.child.pid)
-        for marked in record.marked(str(self.output), NODE):
+        for marked in record.carrying(NODE, str(self.output)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(marked.pid))
         return list(dict.fromkeys(found))

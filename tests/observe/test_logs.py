@@ -125,10 +125,31 @@ def test_a_full_disk_empties_the_file_all_the_same(small: None, tmp_path: Path, 
     assert path.stat().st_size == 0
 
 
+@pytest.mark.parametrize("made", ["open to all", "a link"])
+def test_a_folder_of_logs_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
+    """Its name was the same for all users: who made it first could let our logs follow a link to any file of ours."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(log_files, "CONTAINER_STDOUT", tmp_path / "none")
+    path = log_file(Path(STDOUT), "a.log")
+    open_log(path).close()
+    assert path.parent.stat().st_mode & 0o077 == 0
+    path.unlink()
+    ours = tmp_path / "ours"
+    if made == "a link":
+        path.parent.rename(tmp_path / "elsewhere")
+        path.parent.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.parent.chmod(0o777)
+    path.symlink_to(ours)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        open_log(path)
+    assert not ours.exists()
+
+
 def test_the_containers_output_is_no_file_that_is_read_or_emptied(small: None, tmp_path: Path) -> None:
     assert log_file(tmp_path, "a.log") == tmp_path / "a.log"
     path = log_file(Path(STDOUT), "a.log")
-    assert path in (CONTAINER_STDOUT, Path(os.environ.get("TMPDIR", "/tmp")) / "pdserve-logs" / "a.log")
+    assert path in (CONTAINER_STDOUT, Path(os.environ.get("TMPDIR", "/tmp")) / f"pdserve-{os.getuid()}-logs" / "a.log")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -186,9 +186,13 @@ class RayDriver:
         """Do not count the death of a worker's process, since a request has ended it."""
         self._call("forgive", worker_id, pid)
 
-    def stop(self) -> None:
-        """Stop all workers at the same time, and end their processes for good. Without a child this does nothing."""
+    def stop(self) -> bool:
+        """Stop all workers at the same time, and end their processes for good.
+
+        False: they were not reached, since there is no child now.
+        """
         self._call("stop")
+        return self._launched or not self._members
 
     def close(self) -> None:
         """Leave Ray, and end a private Ray. Idempotent."""

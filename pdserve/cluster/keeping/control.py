@@ -1,13 +1,15 @@
 """Calls between a worker's process and its keeper, over a Unix socket of the machine on which both run.
 
 The socket's name is abstract: it leaves no file behind, needs no folder, and ends with the process. Everybody on the machine
-can dial such a name, so each side looks who the other one is. The worker's process serves its own user only. The keeper reads
+can dial such a name, and so can other containers that share the network, where root has our user's id. So each side looks who
+the other one is. The worker's process serves only those who know its key, which only its user can read. The keeper reads
 nothing but from the very process that it means: messages are pickled, and reading one can run code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import secrets
@@ -25,6 +27,9 @@ from pdserve.core.errors import ConfigError
 MOST_CALLS: Final = 16
 """The calls that a worker's process serves at once. A keeper has at most four open, and two may overlap for a moment."""
 CREDENTIALS: Final = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
+KEY_BYTES: Final = 16  # nobody guesses 128 bits
+KEY_TIMEOUT_S: Final = 10.0
+"""A caller that has not sent the key by then gives its place back. It sends the key at once."""
 RETRY_S: Final = 0.1
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,8 @@ class ControlServer:
     def __init__(self, calls: Mapping[str, Callable[..., object]]) -> None:
         """Listen, and serve `calls` from now on."""
         self.name = f"pdserve-{secrets.token_hex(16)}"
+        self._key = secrets.token_hex(KEY_BYTES)
+        self.address = f"{self.name}:{self._key}"
         self._calls = calls
         self._free = threading.BoundedSemaphore(MOST_CALLS)
         self._listener = Listener(f"\0{self.name}", family="AF_UNIX", backlog=MOST_CALLS)
@@ -43,19 +50,27 @@ class ControlServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
-            except OSError as exc:  # the caller went away meanwhile, or this process has no descriptor free
+                self._take(self._listener.accept())
+            except (OSError, RuntimeError) as exc:  # the caller went away, or no descriptor or no thread is free now
                 log.warning("a keeper's call was not accepted: %s", exc)
                 time.sleep(RETRY_S)
-                continue
-            if _peer(connection)[1] != os.getuid() or not self._free.acquire(blocking=False):
-                connection.close()
-                continue
+
+    def _take(self, connection: Connection) -> None:
+        if not self._free.acquire(blocking=False):
+            connection.close()
+            return
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="call", daemon=True).start()
+        except RuntimeError:
+            self._free.release()
+            connection.close()
+            raise
 
     def _serve(self, connection: Connection) -> None:
         try:
             with connection, contextlib.suppress(OSError, EOFError):  # the keeper is gone, and wants no answer any more
+                if not self._knows_key(connection):
+                    return
                 name, arguments = connection.recv()
                 try:
                     answer: tuple[str, Any] = ("", self._calls[name](*arguments))
@@ -65,17 +80,25 @@ class ControlServer:
         finally:
             self._free.release()
 
+    def _knows_key(self, connection: Connection) -> bool:
+        """Read the key, which is not pickled."""
+        if _peer(connection)[1] != os.getuid() or not connection.poll(KEY_TIMEOUT_S):
+            return False
+        return hmac.compare_digest(connection.recv_bytes(len(self._key)), self._key.encode())
 
-def call(name: str, pid: int, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
-    """Make one call to the process `pid` that listens at `name`, and return its answer.
+
+def call(address: str, pid: int, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
+    """Make one call to the process `pid` that listens at `address`, and return its answer.
 
     `timeout_s` None waits as long as the process lives. Raises `WorkerDied` when the process does not answer, or no more,
     `ConfigError` when it raised one, and `StartFailed` for any other error of the process.
     """
+    name, _, key = address.partition(":")
     try:
         with Client(f"\0{name}", family="AF_UNIX") as connection:
             if _peer(connection)[:2] != (pid, os.getuid()):
                 raise WorkerDied(f"process {pid} has ended, and another one listens in its place")
+            connection.send_bytes(key.encode())
             connection.send((method, arguments))
             if not connection.poll(timeout_s):
                 raise WorkerDied(f"process {pid} did not answer {method} within {timeout_s} s")

@@ -5,24 +5,23 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdserve.client import AdminClient, CallFailed
+from pdserve.cluster.keeping.elsewhere import Say, drain_elsewhere
 from pdserve.cluster.keeping.order import running_workers
 from pdserve.cluster.launch import reachable
 from pdserve.cluster.record import ClusterRecord, ProcessId, marked
 
-UP_TIMEOUT_S: Final = 90.0
-"""A living `pdserve up` ends its cluster itself, router first, which lets running requests finish for a while."""
+UP_MARGIN_S: Final = 90.0
+"""A living `pdserve up` ends its cluster itself: streams get `router.drain_s`, and the rest at most so long. On an idle machine
+it takes seconds; a lost Ray is waited for up to 60 s."""
 TERM_TIMEOUT_S: Final = 15.0
 """A router or a worker that is told to end takes less than ten seconds."""
 KILL_TIMEOUT_S: Final = 5.0
-DRAIN_TIMEOUT_S: Final = 30.0
 LOOK_S: Final = 0.05
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,15 @@ def end_cluster(name: str, say: Say) -> Ended:
     owner = record.owner if record is not None else None
     if owner is not None:
         say(f"stopping `pdserve up` (pid {owner.pid})")
-        owner.send(signal.SIGTERM)
-        _wait_gone([owner], UP_TIMEOUT_S)
-    elsewhere = _drain_elsewhere(record, say) if record is not None else ()
+        facts = record.facts if record is not None else None
+        _send([owner], signal.SIGTERM)
+        _send([owner], signal.SIGCONT)  # one that was stopped takes no other signal but SIGKILL
+        _wait_gone([owner], (facts.drain_s if facts is not None else 0.0) + UP_MARGIN_S)
+        if owner.alive:
+            say(f"killing `pdserve up` (pid {owner.pid}), which does not end")
+            _send([owner], signal.SIGKILL)  # or it would start again what ends below
+            _wait_gone([owner], KILL_TIMEOUT_S)
+    elsewhere = drain_elsewhere(record, reachable, say) if record is not None else ()
     router = record.router if record is not None else None
     names = {facts.process: worker_id for worker_id, facts in running_workers(record).items()}
     if router is not None:
@@ -63,34 +68,10 @@ def end_cluster(name: str, say: Say) -> Ended:
         _wait_gone(group, TERM_TIMEOUT_S)
     _send(marked(name), signal.SIGKILL)  # also what was started meanwhile
     _wait_gone(marked(name), KILL_TIMEOUT_S)
-    left = tuple(marked(name))
-    if record is not None and not left:
+    left = (*marked(name), *([owner] if owner is not None and owner.alive else []))
+    if record is not None and not left and not elsewhere:  # those elsewhere know its secret
         _remove(record)
     return Ended(left, elsewhere)
-
-
-def _drain_elsewhere(record: ClusterRecord, say: Say) -> tuple[str, ...]:
-    """Tell workers on other machines to drain, through the router. Return those that have not left in time."""
-    facts, router = record.facts, record.router
-    if facts is None or router is None or not router.process.alive:
-        return ()
-    here = set(running_workers(record))
-    deadline = time.monotonic() + DRAIN_TIMEOUT_S
-    told: set[str] = set()
-    with AdminClient(reachable(router.admin), facts.token) as client:
-        while True:
-            try:
-                others = [one.hello for one in client.cluster_state().workers if one.hello.worker_id not in here]
-                for hello in others:
-                    if hello.worker_id not in told:
-                        told.add(hello.worker_id)
-                        say(f"draining {hello.worker_id} at {hello.address}")
-                        next(iter(client.drain(hello.worker_id, force=True, timeout_s=DRAIN_TIMEOUT_S)), None)
-            except CallFailed as exc:
-                return (f"workers of other machines: {exc}",) if told else ()
-            if not others or time.monotonic() > deadline:
-                return tuple(f"{hello.worker_id} at {hello.address}" for hello in others)
-            time.sleep(LOOK_S)
 
 
 def _remove(record: ClusterRecord) -> None:

@@ -86,9 +86,12 @@ class Keeper:
         return state
 
     def watch(self) -> bool:
-        """Wait for the worker's end. True: it has drained. False: it was told to stop. Raises `WorkerDied` when it died."""
+        """Wait for the worker's end. True: it has drained. False: it was told to stop.
+
+        Raises `WorkerDied` when it died, or takes no calls any more.
+        """
         while True:
-            drained = self._call("watch", POLL_S, timeout_s=None)
+            drained = self._call("watch", POLL_S, timeout_s=POLL_S + ANSWER_TIMEOUT_S)
             if drained is not None:
                 return bool(drained)
 
@@ -157,8 +160,11 @@ class Keeper:
         except ValueError:
             self._process = None
         if self._process is None:
-            child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # a lasting process has forked, and would load on beside the next one
             child.wait()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
             raise WorkerDied(f"the process of {self._worker_id} did not take calls")
         if lasting:  # it has forked and is not our child any more
             child.stdin.close()

@@ -29,7 +29,7 @@ class WorkerFacts:
     """A worker's process as the record of a lasting cluster describes it."""
 
     process: ProcessId
-    control: str  # the name of the socket at which the process takes calls
+    control: str  # the name of the socket at which the process takes calls, and the key of that
     role: str  # the role in which the worker serves now
     router_address: str  # the address that it dials
     settings_digest: str

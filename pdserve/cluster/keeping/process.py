@@ -146,6 +146,8 @@ class WorkerProcess:
         threading.Thread(target=self._follow_guard, name="end", daemon=True).start()
         role = self._plan.role
         while not wait([self._ended], LOOK_S).done:
+            if self._record is not None:
+                self._record.refresh(time.monotonic())
             if role != self.role():
                 role = self.role()
                 self._write_facts(role)
@@ -196,7 +198,7 @@ class WorkerProcess:
             own = ProcessId.own()
             config, share = self._plan.config, self._plan.num_gpus
             gpu = (os.environ.get(VISIBLE, ""), share, self._given) if share else ()
-            facts = WorkerFacts(own, self.control.name, role, config.router_address, settings_digest(config), *gpu)
+            facts = WorkerFacts(own, self.control.address, role, config.router_address, settings_digest(config), *gpu)
             write_facts(self._record, self._plan.worker_id, facts)
 
     def _forget(self) -> None:
@@ -227,7 +229,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; whoever wants this worker to end calls or sends SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=process.stop, args=(STOP_TIMEOUT_S,)).start())
     with said:
-        print(json.dumps({"pid": os.getpid(), "control": process.control.name}), file=said)
+        print(json.dumps({"pid": os.getpid(), "control": process.control.address}), file=said)
     status = process.run()
     logging.shutdown()
     # If rdma-core is installed, a process that created a UCX backend crashes in its exit handlers.

@@ -161,7 +161,10 @@ class RouterKeeper:
         """Record the router, for the next `pdserve up`. One without addresses is not ready yet."""
         if self._record is not None and self.process.process is not None:
             at = (endpoints.http, endpoints.grpc, endpoints.link, endpoints.admin, endpoints.metrics)
-            self._record.write_router(RouterFacts(self.process.process, *at, self._digest))
+            try:
+                self._record.write_router(RouterFacts(self.process.process, *at, self._digest))
+            except OSError:  # it serves all the same; the next `pdserve up` may not find it
+                log.exception("the router cannot be recorded")
 
     def close(self, stop_s: float = STOP_TIMEOUT_S, *, leave: bool = False) -> None:
         """Stop the router, which gets `stop_s` to finish its streams. `leave`: it goes on. Idempotent."""

@@ -91,7 +91,10 @@ def _bound(host: str, port: int) -> socket.socket | None:
         )[0]
     except socket.gaierror:
         return None
-    held = socket.socket(family, kind, protocol)
+    try:
+        held = socket.socket(family, kind, protocol)
+    except OSError:  # no descriptor is free
+        return None
     with contextlib.suppress(OSError):
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(address)

@@ -111,6 +111,7 @@ def test_the_next_child_gets_all_workers_with_the_nodes_on_which_they_run(driven
     driven.check_until(lambda: driven.ray.lost)
     assert not driven.ray.answers
     driven.ray.cancel("decode-0")
+    assert not driven.ray.stop(), "whoever closes the cluster must know that its workers were not reached"
     assert [member.worker_id for member in driven.ray.members] == [each.worker_id for each in driven.plans]
     driven.check_until(lambda: driven.ray.answers)
     assert driven.child() != first

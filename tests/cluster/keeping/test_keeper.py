@@ -17,10 +17,11 @@ import pytest
 
 from pdserve.cluster import plan
 from pdserve.cluster.errors import WorkerDied
+from pdserve.cluster.keeping import keeper as keeper_module
 from pdserve.cluster.keeping.keeper import Keeper
 from pdserve.cluster.keeping.order import Order, running_workers
 from pdserve.cluster.plan import WorkerPlan
-from pdserve.cluster.record import ClusterRecord, ProcessId, marked
+from pdserve.cluster.record import ClusterRecord, ProcessId, carrying, marked
 from pdserve.config import ClusterConfig
 from pdserve.core.errors import ConfigError
 
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
     yield tmp_path
-    for process in marked(str(tmp_path), "TMPDIR"):
+    for process in carrying("TMPDIR", str(tmp_path)):
         process.send(signal.SIGKILL)
 
 
@@ -102,6 +103,27 @@ def test_a_worker_that_dies_is_told_and_one_that_was_told_to_end_is_not_started(
     with pytest.raises(WorkerDied, match="told to end before it was started"):
         late.load()
     assert marked(NAME) == []
+
+
+def test_a_worker_that_does_not_take_calls_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has forked, so it is not the child that was killed: it loaded on, on the GPU of the next one."""
+    code = "import os, sys, time; os.fork() and os._exit(0); print('no address', flush=True); time.sleep(600)"
+    monkeypatch.setattr(keeper_module, "COMMAND", (sys.executable, "-c", code))
+    with pytest.raises(WorkerDied, match="did not take calls"):
+        keeper(planned(folder)).load()
+    wait_for(lambda: marked(NAME) == [])
+
+
+def test_a_worker_that_takes_no_calls_any_more_is_told_as_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who watched it waited for ever."""
+    made = keeper(planned(folder))
+    report = made.load()
+    for limit in ("POLL_S", "ANSWER_TIMEOUT_S"):
+        monkeypatch.setattr(keeper_module, limit, 0.1)
+    os.kill(report.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match="did not answer watch"):
+        made.watch()
+    made.end()
 
 
 @pytest.mark.parametrize("lasting", [NAME, ""], ids=["lasting", "bound"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -85,6 +87,52 @@ def test_all_of_one_cluster_ends_the_router_first(folder: Path, start: Start) ->
     assert other.poll() is None
     assert sorted(folder.iterdir()) == [folder / "told"]
     assert f"stopping the router (pid {router.pid})" in said
+
+
+def test_workers_of_other_machines_that_nobody_can_ask_are_said_and_the_record_stays(folder: Path, start: Start) -> None:
+    """With a dead router they counted as none, and their secret was removed: nothing could end them any more."""
+    worker, router = start("worker"), start("router")
+    kept = recorded(folder, router)
+    kept.write_facts(ClusterFacts("secret", str(folder / "logs"), logs_are_ours=True, joined=True))
+    router.kill()
+    router.wait()
+    result = CliRunner().invoke(main, ["down", "--name", NAME])
+    assert result.exit_code == 1
+    assert "still runs: workers of other machines" in result.output
+    assert "nothing of it is left" not in result.output
+    assert worker.wait(60) == 0
+    assert kept.facts is not None
+
+
+def test_an_up_that_hangs_is_killed(folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lived on, started the router again, and the record could not be removed since it had its `pdserve up` already."""
+    monkeypatch.setattr(ending, "UP_MARGIN_S", 0.1)
+    monkeypatch.setattr(ending, "TERM_TIMEOUT_S", 0.1)
+    router = start("router")
+    kept = recorded(folder, router)
+    kept.write_facts(ClusterFacts("secret", str(folder / "logs"), logs_are_ours=True, drain_s=0.0))
+    up = start("stubborn", f"{NAME}-not-marked")
+    kept.own()
+    (kept.folder / "lock").write_text(json.dumps(dataclasses.asdict(process_of(up))))
+    kept.release()
+    result = CliRunner().invoke(main, ["down", "--name", NAME])
+    assert result.exit_code == 0, result.output
+    assert f"killing `pdserve up` (pid {up.pid})" in result.output
+    assert up.wait(60) == -9
+    assert ClusterRecord.find(NAME) is None
+
+
+def test_a_down_waits_as_long_as_the_streams_may_take(folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited 90 s, however long `router.drain_s` was, and then cut them."""
+    waits: list[float] = []
+    kept = recorded(folder, start("router"))
+    kept.write_facts(ClusterFacts("secret", str(folder / "logs"), logs_are_ours=True, drain_s=3600.0))
+    up = start("worker", f"{NAME}-not-marked")
+    (kept.folder / "lock").write_text(json.dumps(dataclasses.asdict(process_of(up))))
+    wait_gone = ending._wait_gone
+    monkeypatch.setattr(ending, "_wait_gone", lambda each, limit_s: (waits.append(limit_s), wait_gone(each, limit_s)))
+    assert end_cluster(NAME, lambda _: None).clean
+    assert waits[0] == 3600.0 + ending.UP_MARGIN_S
 
 
 def test_what_has_no_record_any_more_is_found_by_its_mark(folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

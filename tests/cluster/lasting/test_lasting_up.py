@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,9 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    """A name of a cluster that nobody else has. Everything that carries it is ended with the test."""
-    chosen = f"test-{os.getpid()}-{next(numbers)}"
-    yield chosen
-    for process in record.marked(chosen):
-        process.send(signal.SIGKILL)
+def name() -> str:
+    """A name of a cluster that nobody else has."""
+    return f"test-{os.getpid()}-{next(numbers)}"
 
 
 def router_of(command: Any, name: str) -> ProcessId:
@@ -86,7 +83,7 @@ def test_a_killed_up_leaves_the_router_and_nothing_of_ray_and_the_next_adopts_it
     second.signal(signal.SIGINT)
     assert second.end() == 0, second.text
     assert not router.alive
-    wait_for(lambda: record.marked(name) == [])
+    wait_for(lambda: first.lasting() == [])
     assert not (first.temporary / f"pdserve-{os.getuid()}").exists()
 
 
@@ -227,7 +224,7 @@ def test_ten_signals_in_a_burst_end_everything(run_command: Any, name: str, mome
     for index in range(10):
         os.kill(command.child.pid, kinds[index % len(kinds)])
     assert command.end() in ((130,) if len(kinds) > 1 else (0, 130)), command.text
-    wait_for(lambda: record.marked(name) == [])
+    wait_for(lambda: command.lasting() == [])
     wait_for(lambda: list(Path(command.temporary).iterdir()) == [])
 
 
@@ -237,8 +234,8 @@ def test_a_killed_bound_cluster_leaves_no_process(run_command: Any) -> None:
     command.wait_for(READY)
     folder = next(str(each) for each in command.temporary.iterdir() if each.name.startswith("pd-"))
     router = next(each for each in psutil.Process(command.child.pid).children() if "standin_router" in processes.command(each))
-    assert len(record.marked(folder, record.TIED)) > 4
+    assert len(record.carrying(record.TIED, folder)) > 4
     command.child.send_signal(signal.SIGKILL)
     command.end()
-    wait_for(lambda: record.marked(folder, record.TIED) == [])
+    wait_for(lambda: record.carrying(record.TIED, folder) == [])
     assert not processes.alive(router)

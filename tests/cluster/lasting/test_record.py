@@ -192,9 +192,37 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) ->
     assert [path.name for path in (kept.folder / "workers").iterdir()] == ["w.json"]
 
 
+def test_a_record_that_is_used_is_never_old(tmp_path: Path) -> None:
+    """Its files are written once, and a machine removes what nobody has touched in its temporary folder for ten days."""
+    kept = ClusterRecord.open("a", tmp_path)
+    kept.write_facts(FACTS)
+    kept.write_worker("w", {})
+    paths = [kept.folder, *kept.folder.rglob("*")]
+
+    def old() -> int:
+        return sum(path.stat().st_mtime < 1000 for path in paths)
+
+    for now_s, left in ((1.0, 0), (1.0 + record.REFRESH_S / 2, len(paths)), (1.0 + record.REFRESH_S, 0)):
+        for path in paths:
+            os.utime(path, (1, 1))
+        kept.refresh(now_s)
+        assert old() == left
+
+
 def test_the_default_name_follows_the_admin_port() -> None:
     assert record.default_name(50053) == "pdserve-50053"
     assert record.default_name(0) != record.default_name(0)
+
+
+def test_one_name_in_two_temporary_folders_is_two_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its lock, so each may run: the clean end of one killed the other."""
+    name = f"test-{os.getpid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with child(**record.mark_of(name)) as started:
+        assert [each.pid for each in record.marked(name)] == [started.pid]
+        (tmp_path / "other").mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "other"))
+        assert record.marked(name) == []
 
 
 def test_marked_processes_are_found_whoever_their_parent_is() -> None:
