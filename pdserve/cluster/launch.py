@@ -197,16 +197,10 @@ class Cluster:
         before = Path(facts.logs) if facts is not None and facts.logs_are_ours else None
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
-            now = ClusterFacts(
-                self._token,
-                str(self._folders.logs),
-                self._folders.logs_are_ours,
-                joined=self._joins or (facts is not None and facts.joined),
-                drain_s=float(self.config.router.drain_s),
-                gpus=facts.gpus if facts is not None else 0,
-                assigned=facts.assigned if facts is not None else "",
-            )
-            self._record.write_facts(now)
+            logs, ours, kept = str(self._folders.logs), self._folders.logs_are_ours, facts or ClusterFacts("", "", False)
+            kept = dataclasses.replace(kept, token=self._token, logs=logs, logs_are_ours=ours)
+            joined, drain_s = self._joins or kept.joined, float(self.config.router.drain_s)
+            self._record.write_facts(dataclasses.replace(kept, joined=joined, drain_s=drain_s))
 
     def _assign_gpus(self, present: int) -> None:
         """Assign the GPUs that are present, or those of before while workers run for which these were assigned: a GPU or a node

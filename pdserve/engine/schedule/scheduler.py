@@ -43,7 +43,7 @@ from pdserve.engine.schedule.room import Room
 from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
 from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
 from pdserve.engine.schedule.step_rates import StepRates
-from pdserve.engine.schedule.turns import Turns, floor_of, overtaken, share_turns
+from pdserve.engine.schedule.turns import Turns, floor_of, overtaken
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
 
@@ -332,13 +332,9 @@ class Scheduler:
         assert len(resumed) < spec.sampling.max_tokens, "the caller refuses an output that is complete already"
         assert len(tokens) < self._rule.max_model_len, "the caller refuses prompts that leave no room for a token"
         self._arrivals += 1
-        seq = Sequence(seq_id, kind, tokens, spec, self._turns.of(spec, self._arrivals), self._arrivals, self._rule)
-        if kind is not SequenceKind.INBOUND:
-            seq.tag = self._turns.tag(spec.client, len(tokens))
-            if share_turns(seq, [*self._waiting, *self._prefilling]):
-                self._waiting.sort(key=_RANK)
-                self._prefilling.sort(key=_RANK)
-        seq.chain = chain
+        turn = self._turns.of(spec, self._arrivals)
+        seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule, chain=chain)
+        self._turns.share(seq, self._waiting, self._prefilling)
         self._sequences[seq_id] = seq
         self._targets += spec.tpot_s > 0.0
         return seq

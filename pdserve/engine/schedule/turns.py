@@ -16,12 +16,11 @@ part of each step is kept for such prompts, which take it in turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Final
 
 from pdserve.core.request_spec import RequestSpec
-from pdserve.engine.schedule.sequence import Sequence, Turn
+from pdserve.engine.schedule.sequence import Sequence, SequenceKind, Turn
 
 STEPS_A_LEVEL: Final = 16
 """Full prompt steps that one level of priority is worth: 5 s on a CPU with a small model (512 tokens in 0.3 s), 3 s on a GPU
@@ -59,23 +58,26 @@ class Turns:
                 self._ends = dict(sorted(self._ends.items(), key=lambda item: -item[1])[:KEPT_CLIENTS])
         return begin
 
+    def share(self, seq: Sequence, *places: list[Sequence]) -> None:
+        """Tag a new sequence whose prompt is computed here, and give the turns of its priority out by tags. Preempted sequences
+        come first and keep theirs. places: lists of the others, sorted by rank, and again afterwards."""
+        if seq.kind is SequenceKind.INBOUND:
+            return
+        seq.tag = self.tag(seq.spec.client, len(seq.tokens))
+        peers = [one for place in places for one in place if one.spec.priority == seq.spec.priority and not one.preemptions]
+        if all(one.tag <= seq.tag for one in peers):
+            return
+        peers.append(seq)
+        turns = sorted(one.turn for one in peers)
+        for one, turn in zip(sorted(peers, key=lambda one: (one.tag, one.arrival)), turns, strict=True):
+            one.turn = turn
+        for place in places:
+            place.sort(key=lambda one: one.rank)
+
     def planned(self, seq: Sequence, tokens: int, prompts: int) -> None:
         """Count tokens of a sequence that the next step computes. prompts: those that wait or run, this one included."""
         self._clock += tokens
         self._virtual = max(self._virtual, seq.tag, min(self._top, self._virtual + tokens / max(1, prompts)))
-
-
-def share_turns(seq: Sequence, others: Iterable[Sequence]) -> bool:
-    """Give the turns of a new sequence and of the others of its priority out by their tags. Preempted sequences come first and
-    keep their turns. False: nothing has changed, and their order is still right."""
-    peers = [one for one in others if one.spec.priority == seq.spec.priority and not one.preemptions]
-    if all(one.tag <= seq.tag for one in peers):
-        return False
-    peers.append(seq)
-    turns = sorted(one.turn for one in peers)
-    for one, turn in zip(sorted(peers, key=lambda one: (one.tag, one.arrival)), turns, strict=True):
-        one.turn = turn
-    return True
 
 
 def overtaken(running: Many[Sequence], next_in: Sequence | None) -> Sequence | None:

@@ -78,7 +78,7 @@ def test_only_keys_of_links_are_heard_and_answered() -> None:
 
 def test_nobody_answers_for_loops_that_hang() -> None:
     turns = [False]
-    looks = queue.SimpleQueue[bool]()
+    looks = queue.Queue[bool]()
 
     def vouches() -> bool:
         looked = turns[0]
