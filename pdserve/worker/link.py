@@ -229,7 +229,6 @@ class Link:
             self._silence.heard()
             if self._incoming.is_new(message.number):
                 outbound.confirm(message.received)
-                outbound.bundles = outbound.bundles or message.takes_bundles
                 for one in self._parts(message):
                     self._take(one, message.received, outbound)
                 self._fruitless = 0 if message.number else self._fruitless
@@ -249,6 +248,7 @@ class Link:
             self._answers += 1
             self._answered.set()
         elif body == "welcome":
+            outbound.bundles = message.takes_bundles  # also of a Welcome that came in a bundle itself
             self._take_welcome(message.welcome, outbound)
         elif body == "resumed":
             self._take_resumed(received, outbound)

@@ -227,10 +227,14 @@ def test_a_bundle_that_cannot_be_read_ends_the_link():
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("bundled", [True, False])
 @pytest.mark.parametrize("takes_bundles", [True, False])
-def test_messages_of_one_moment_are_a_bundle_for_a_router_that_takes_bundles(takes_bundles: bool):
+def test_messages_of_one_moment_are_a_bundle_for_a_router_that_takes_bundles(takes_bundles: bool, bundled: bool):
     first = welcome()
     first.takes_bundles = takes_bundles
+    if bundled:  # with a command of the same moment
+        parts = [one.SerializeToString() for one in (first, cancel(1, 0))]
+        first = link_pb2.RouterMessage(bundle=parts, number=1)
 
     async def story() -> None:
         router = Router(lambda _: [first], answer=0)
