@@ -56,6 +56,8 @@ class LentRequest:
     prompt_len: int
     output: OutputStream
     lease_id: LeaseId | None = None
+    failed: bool = False
+    """It has failed here, and its lease waits for its end."""
 
 
 class PrefillRole:
@@ -137,10 +139,10 @@ class PrefillRole:
     def _attempt(self, seq_id: SeqId, act: Callable[[LentRequest, Item], Result], item: Item) -> Result | None:
         """Handle one request's part of a step. If our own code fails, only this request fails, and it gives up its blocks.
 
-        Return None also for a request that has ended.
+        Return None also for a request that has ended or failed.
         """
         request = self._by_seq.get(seq_id)
-        if request is None:
+        if request is None or request.failed:
             return None
         try:
             return act(request, item)
@@ -213,16 +215,19 @@ class PrefillRole:
             self._return_leases()
 
     def _fail(self, request: LentRequest, error: PdserveError) -> None:
-        """End a request that has failed here. Its blocks carry a lease's references since the step that admitted it, also if no
-        lease was granted, so they are returned in either case."""
+        """Tell the router of a request that has failed here. A lease waits for the router's Cancel, its reader or its expiry.
+        If it ended at once, its reader could tell the router that the lease has gone before this worker has told why.
+
+        The blocks of a request carry a lease's references since the step that admitted it. If no lease was granted, they are
+        returned now."""
+        if request.failed:
+            return
+        request.failed = True
         if request.lease_id is None:
             self._by_handle.pop(request.handle, None)
             del self._by_seq[request.seq_id]
             self._host.submit(Abort(request.seq_id))
             self._host.submit(ReturnLease(request.seq_id))
-        else:
-            self._table.release(request.lease_id, now_s=self._clock())
-            self._return_leases()
         self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
         self._host.send(failed(request.handle, error))
 

@@ -28,7 +28,7 @@ from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
-from router.core.events import Effects, RequestFailed
+from router.core.events import Effects, RequestFailed, SendCancel
 from router.core.health.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
@@ -118,6 +118,8 @@ class Recovery:
             self.doubt_pair(work.request, now_s)
         self._health.failed(work, error, now_s)
         worker = self._requests.drop(work)
+        if worker is not None and work.role is Role.PREFILL and work.request.lease is not None:
+            yield SendCancel(work.link, work.handle)  # its lease waits for this
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
             worker.touch()

@@ -83,6 +83,10 @@ def prefill(handle: int) -> link_pb2.RouterMessage:
     return link_pb2.RouterMessage(prefill=prefill_pb2.Prefill(handle=handle, spec=SPEC))
 
 
+def cancel(handle: int) -> link_pb2.RouterMessage:
+    return link_pb2.RouterMessage(cancel=link_pb2.Cancel(handle=handle))
+
+
 def break_at(patch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., bool]) -> None:
     real = getattr(owner, name)
 
@@ -154,8 +158,9 @@ def test_a_reservation_that_fails_costs_its_request_and_no_other_of_the_step(mon
 
 
 @pytest.mark.parametrize("failing", ["grant", "advance", "token"])
-def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_step_alone(monkeypatch, failing):
-    """Wherever in the step it fails: its blocks carry a lease's references, which go back exactly once."""
+def test_a_prefill_that_fails_tells_why_before_its_lease_ends_and_leaves_the_others_of_the_step_alone(monkeypatch, failing):
+    """Wherever in the step it fails: its blocks carry a lease's references, which go back exactly once, when the router has
+    heard of the failure."""
 
     async def story() -> None:
         lender = bench(PrefillRole)
@@ -172,6 +177,8 @@ def test_a_prefill_that_fails_gives_its_lease_back_and_leaves_the_others_of_the_
         lender.role.on_step(StepEvents(tokens=tokens(0)))
         assert lender.rows() == [(SECOND, 0)]
         assert lender.failures() == [(FIRST, BUG)]
+        assert lender.role.leases_held == 2
+        lender.role.on_command(cancel(FIRST))
         assert lender.commands.count(ReturnLease(SeqId(1))) == 1
         assert lender.commands.count(Abort(SeqId(1))) == 1
         assert lender.role.leases_held == 1
@@ -199,8 +206,8 @@ def test_a_sequence_without_numbers_fails_its_request_and_no_other_of_the_step(r
         )
         assert worker.rows() == [(SECOND, 0)]
         assert worker.failures() == [(FIRST, common_pb2.ERROR_REASON_NUMERICAL_ERROR)]
-        assert worker.commands.count(ReturnLease(SeqId(1))) == (role is PrefillRole)
         worker.role.on_link_lost()
+        assert worker.commands.count(ReturnLease(SeqId(1))) == (role is PrefillRole)
         assert worker.role.idle
         await worker.role.close()
 

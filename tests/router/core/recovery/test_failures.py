@@ -134,6 +134,21 @@ def test_logits_that_are_numbers_at_the_second_try_cost_a_client_nothing() -> No
     stage.assert_empty()
 
 
+def test_a_lender_that_failed_is_told_when_its_lease_may_end() -> None:
+    """The lender keeps the lease until the router has heard why, so that the reader cannot tell of its loss before."""
+    stage = pools()
+    outcome = stage.submit("r", max_tokens=8)
+    prefilling(stage)
+    prefill = busy(stage, Role.PREFILL)
+    (handle,) = prefill.jobs
+    stage.tell(ev.RequestFailed(prefill.link, handle, NumericalError("no numbers")))
+    assert stage.effects.count(ev.SendCancel(prefill.link, handle)) == 1
+    assert not prefill.jobs
+    stage.run()
+    assert outcome.ended == ["done"]
+    stage.assert_empty()
+
+
 OWN_DEADLINE = DeadlineExceeded("lease 1/1: 16 of 64 tokens after 2.0 s")
 
 
