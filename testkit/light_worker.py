@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdserve.config import WorkerConfig, load
+from pdserve.core.worker import LINK_VERSIONS
 from pdserve.observe.logs import setup_logging
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.link import Link
@@ -23,14 +25,18 @@ from router.service.model import ServedModel
 from testkit.fake_worker import DECODE, PREFILL, WAIT_S, FakeWorker
 from testkit.processes import MODULE, Place
 
+log = logging.getLogger(__name__)
+
 LINKS: Final = "PDSERVE_TESTING_LINKS"
-VERSION: Final = "PDSERVE_TESTING_LINK_VERSION"
 TOKEN_INTERVAL_S: Final = 0.0
+HOLD_UP_LOOK_S: Final = 0.2
+HOLD_UP_S: Final = 2.0  # beyond what four times the load explains
+HELD_UP: Final = "this process was held up for "
 
 
-def place(links: int, link_version: int) -> Place:
-    """Return the place of a process with so many links of a version."""
-    return Place(env={LINKS: str(links), VERSION: str(link_version)}, module="testkit.light_worker")
+def place(links: int) -> Place:
+    """Return the place of a process with so many links."""
+    return Place(env={LINKS: str(links)}, module="testkit.light_worker")
 
 
 @dataclass(slots=True)
@@ -69,7 +75,18 @@ class LightWorker(FakeWorker):
         self.link.send(link_pb2.WorkerMessage(**body))
 
 
-async def serve(config: WorkerConfig, count: int, link_version: int) -> None:
+async def tell_hold_ups() -> None:
+    """Log each time for which this process did not run, as far as it is longer than `HOLD_UP_S`. No process survives what its
+    machine does to it, so a soak must know."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + HOLD_UP_LOOK_S
+        await asyncio.sleep(HOLD_UP_LOOK_S)
+        if (late_s := loop.time() - due_s) > HOLD_UP_S:
+            log.warning("%s%.1f s", HELD_UP, late_s)
+
+
+async def serve(config: WorkerConfig, count: int) -> None:
     """Serve `count` links until standard input closes."""
     card = ServedModel.load(config.engine).card
     # A connection to this port shows the router that the process of a broken stream lives.
@@ -82,7 +99,7 @@ async def serve(config: WorkerConfig, count: int, link_version: int) -> None:
             config.cluster_token,
             card.fingerprint,
             vocab_size=card.vocab_size,
-            link_version=link_version,
+            link_version=LINK_VERSIONS.newest,
             incarnation=secrets.randbits(63),
             heartbeat_interval_s=config.heartbeat_interval_s,
             token_interval_s=TOKEN_INTERVAL_S,
@@ -93,15 +110,17 @@ async def serve(config: WorkerConfig, count: int, link_version: int) -> None:
     ]
     for worker in workers:
         await worker.start()
+    holds = asyncio.create_task(tell_hold_ups())
     print(json.dumps({"event": "ready"}), flush=True)
     await asyncio.to_thread(sys.stdin.buffer.read)
+    holds.cancel()
 
 
 def main() -> None:
     """Serve as the environment and `--config FILE` say."""
     setup_logging("info")
     config = load(WorkerConfig, Path(sys.argv[sys.argv.index("--config") + 1]))
-    asyncio.run(serve(config, int(os.environ[LINKS]), int(os.environ[VERSION])))
+    asyncio.run(serve(config, int(os.environ[LINKS])))
     os._exit(0)  # nothing that a worker leaves behind is looked at
 
 

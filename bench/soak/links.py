@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import datetime
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +28,6 @@ import grpc
 
 from bench.claims.setup import commit
 from pdserve.config import MIB, EngineConfig
-from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from testkit import light_worker
 from testkit.client import request
@@ -54,8 +54,7 @@ while True:
 class LinkedCluster(ProcessCluster):
     """A router and `links` links to it, all on this machine, with the default settings."""
 
-    def __init__(self, links: int, link_version: int = LINK_VERSIONS.newest) -> None:
-        """Workers without engines speak `link_version`."""
+    def __init__(self, links: int) -> None:
         self.links = links
         engine = EngineConfig(model="tiny", dtype="float32", kv_cache_memory=64 * MIB, threads=1)
         if links == REAL_LINKS:
@@ -64,7 +63,7 @@ class LinkedCluster(ProcessCluster):
         processes = max(2, links // PROCESS_LINKS)
         names = ["prefill-0", *(f"decode-{number}" for number in range(processes - 1))]
         shares = [links // processes + (number < links % processes) for number in range(processes)]
-        places = {name: light_worker.place(share, link_version) for name, share in zip(names, shares, strict=True)}
+        places = {name: light_worker.place(share) for name, share in zip(names, shares, strict=True)}
         super().__init__(engine, decode=processes - 1, places=places)
 
     def is_whole(self, state: State) -> bool:
@@ -83,6 +82,8 @@ class Seen:
     taken_up: int = 0
     silence_s: float = 0.0
     """The longest time for which the router had no sign of life of a worker, of all looks at its state."""
+    held_up_s: float = 0.0
+    """The longest time for which the machine did not run a process of workers without engines, beyond two seconds."""
     load_average: float = 0.0
     streams: Counter[str] = field(default_factory=Counter)
     """Streams by their ends: `ok`, or the reason of the failure."""
@@ -99,6 +100,7 @@ class Seen:
             f"{len(self.lost)}",
             f"{self.taken_up}",
             f"{self.silence_s:.1f} s",
+            f"{self.held_up_s:.1f} s",
             f"{self.streams['ok']}, {failed}",
             f"{self.tokens:,}",
             f"{commit()}, {date}",
@@ -172,6 +174,9 @@ def soak(cluster: LinkedCluster, minutes: float, streams: int) -> Seen:
                 seen.load_average = os.getloadavg()[0]
     log = cluster.processes["router"].log().splitlines()
     seen.lost = [line for line in log if " ended: " in line]
+    others = (process.log() for name, process in cluster.processes.items() if name != "router")
+    held_up = (float(found) for text in others for found in re.findall(rf"{light_worker.HELD_UP}([\d.]+) s", text))
+    seen.held_up_s = max(held_up, default=0.0)
     seen.taken_up = sum(" goes on with a new stream" in line for line in log)
     return seen
 
@@ -192,11 +197,9 @@ def main() -> int:
     parser.add_argument("--links", type=int, default=REAL_LINKS)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=80, help="streams that run at once")
-    newest = LINK_VERSIONS.newest
-    parser.add_argument("--link-version", type=int, default=newest, help="of workers without engines; 4: no beats")
     parser.add_argument("--write-docs", action="store_true", help="write the row into docs/reliability.md")
     args = parser.parse_args()
-    cluster = LinkedCluster(args.links, args.link_version)
+    cluster = LinkedCluster(args.links)
     with cluster:
         cluster.wait_whole(START_TIMEOUT_S)
         seen = soak(cluster, args.minutes, args.streams)

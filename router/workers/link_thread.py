@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 MAX_LINK_MESSAGE_BYTES: Final = 8 << 20
 """A larger message comes from a broken worker. Those of a working one have a bundle's bytes, 1 MiB, or little more. Parsed
 garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and the interpreter meanwhile."""
-STREAM_WINDOW_BYTES: Final = 4 << 10
-"""A worker has at most so much of a stream under way that is not read yet, and the message that is being read: the row of one
-step for some 90 requests. All else waits on its side, where it becomes bundles. By default gRPC let 22,000 messages of 40 bytes
-wait on the way (measured), and a heartbeat stood behind them for more than 30 s."""
+STREAM_WINDOW_BYTES: Final = 512
+"""A worker has at most so much of a stream under way that is not read yet, and the message that is being read. All else waits
+on its side, where it becomes bundles. By default gRPC let 22,000 messages of 40 bytes wait on the way (measured). Under load
+the thread reads each link less than twice a second, so with 4 KiB a heartbeat stood behind 90 messages for up to 45 s."""
 MAX_HEARD: Final = 1 << 16
 """While this many events wait for the main loop, minutes of the steps of many workers, no stream is read. What workers send
 meanwhile waits on their side: load must end no link."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 
 from bench.soak.links import DOCUMENT, END, START_TIMEOUT_S, LinkedCluster, Seen, placed, soak
-from pdserve.core.worker import LINK_VERSIONS, RESUME_LINK_VERSION
+from pdserve.config import RouterConfig
+from testkit.light_worker import HOLD_UP_S
 
 LINKS = 50
 STREAMS = 50
 MINUTES = 20 / 60
+HEARTBEAT_LOST_S = RouterConfig().heartbeat_lost_s
 
 
 def test_a_row_replaces_that_of_as_many_links_and_no_other() -> None:
@@ -26,12 +31,20 @@ def test_a_row_has_a_cell_for_each_column_of_the_page() -> None:
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("version", [LINK_VERSIONS.newest, RESUME_LINK_VERSION - 1])
-def test_load_ends_no_link_unless_its_signs_of_life_stand_behind_tokens(version: int) -> None:
-    """Links of the older version have no beats, and show that the same load ends such links."""
-    cluster = LinkedCluster(LINKS, version)
+def test_load_ends_no_link_and_a_process_that_stands_still_loses_its_own() -> None:
+    """The second part shows that the soak sees a link that ends."""
+    cluster = LinkedCluster(LINKS)
     with cluster:
         cluster.wait_whole(START_TIMEOUT_S)
         seen = soak(cluster, MINUTES, STREAMS)
         assert seen.tokens > 0
-        assert bool(seen.lost) is (version < RESUME_LINK_VERSION), cluster.logs()
+        assert not seen.lost, cluster.logs()
+        stopped = cluster.processes["decode-0"]
+        stopped.send(signal.SIGSTOP)
+        seen = soak(cluster, MINUTES, STREAMS)
+        stopped.send(signal.SIGCONT)
+        assert len(seen.lost) == LINKS // 2
+        assert all(" decode-0-" in line for line in seen.lost)
+        cluster.wait_whole(START_TIMEOUT_S)
+        time.sleep(2 * HOLD_UP_S)  # the process looks when it runs again
+        assert soak(cluster, 0.0, 1).held_up_s > HEARTBEAT_LOST_S
