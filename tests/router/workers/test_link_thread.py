@@ -111,7 +111,7 @@ def test_a_bug_of_the_core_costs_the_link_that_met_it_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("limit", ["MAX_HEARD", "MAX_HEARD_OF_LINK"])
-def test_what_the_main_loop_leaves_unheard_waits_in_the_stream_and_ends_no_link(
+def test_what_the_main_loop_leaves_unheard_waits_at_its_sender_and_ends_no_link(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(1) The main loop takes nothing while a worker sends 100 heartbeats, and five may wait. (2) It takes all of them."""
@@ -127,6 +127,7 @@ def test_what_the_main_loop_leaves_unheard_waits_in_the_stream_and_ends_no_link(
             for _ in range(50):
                 await asyncio.sleep(0.002)
                 assert len(core.links._heard) <= 5
+            assert len(worker._outbound._waiting) > 50, "little is on the way, so later messages become bundles"
             core.links._take_heard()
             await worker.wait_for(lambda: worker.alive_seen == 100)
             assert [type(event) for event in core.heard[1:]].count(ev.HeartbeatSeen) == len(core.heard) - 1
