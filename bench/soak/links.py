@@ -100,7 +100,7 @@ class Seen:
             f"{len(self.lost)}",
             f"{self.taken_up}",
             f"{self.silence_s:.1f} s",
-            f"{self.held_up_s:.1f} s",
+            f"{self.held_up_s:.1f} s" if self.links != REAL_LINKS else "not told",
             f"{self.streams['ok']}, {failed}",
             f"{self.tokens:,}",
             f"{commit()}, {date}",
