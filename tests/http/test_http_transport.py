@@ -121,13 +121,24 @@ def test_one_failed_prompt_cancels_the_others() -> None:
 
 
 @pytest.mark.parametrize("payload", [BODY, STREAM, {**STREAM, "prompt": ["a", "b"]}])
-def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [0, 100_000, 1_000_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[str, Any], size: int, chunked: bool) -> None:
+    """Also after a body of a size for which uvicorn stops to read the connection."""
+
     async def run() -> None:
         api = FakeApi()
         api.gate.clear()
         async with served(api) as base:
             _, writer = await connect(base)
-            writer.write(post(COMPLETIONS, payload))
+            body = json.dumps({**payload, "pad": "x" * size}).encode()
+            if chunked:
+                writer.write(head("POST", COMPLETIONS, transfer_encoding="chunked"))
+                for part in (body[:70_000], body[70_000:]):
+                    writer.write(b"%x\r\n%b\r\n" % (len(part), part) if part else b"")
+                writer.write(b"0\r\n\r\n")
+            else:
+                writer.write(post(COMPLETIONS, body))
             async with asyncio.timeout(60):
                 await api.submitted.wait()
                 writer.transport.abort()
