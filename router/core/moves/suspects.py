@@ -82,6 +82,8 @@ class Suspects:
                 if not request.suspect and self._requests.waiting.is_alone(request):
                     self._requests.stop_waiting(request)
                     self._requests.wait(request)
+                elif not request.suspect and request.trial_from is not None:
+                    self._requests.end_trial(request)  # the loss of its worker would convict it
 
     def look(self, now_s: float) -> None:
         """End the trials that are over. A tick does this."""

@@ -138,6 +138,29 @@ def test_a_worker_that_dials_again_as_the_same_process_has_not_died() -> None:
     cluster.stage.assert_empty()
 
 
+def test_a_request_that_is_forgiven_during_its_trial_is_not_convicted_by_the_next_loss() -> None:
+    """(1) Two workers of a request are lost, and it is tried alone. (2) Both dial again as the same processes. (3) The worker
+    of the trial is lost: that is the first death of the request."""
+    cluster = Cluster(3, 16)
+    outcome = cluster.submit("r")
+    (request,) = cluster.stage.core.requests.of_clients()
+    gone = []
+    for _ in range(2):
+        while not any(peer.jobs and request.emitted for peer in cluster.stage.peers.values()):
+            cluster.step()
+        gone.append(next(peer for peer in cluster.stage.peers.values() if peer.jobs))
+        cluster.stage.leave(gone[-1])
+    while request.trial_from is None:
+        cluster.step()
+    for peer in gone:
+        cluster.join(str(peer.hello.worker_id), Role.DECODE, 16, incarnation=peer.hello.incarnation)
+    assert (request.suspect, request.trial_from, request.alone_on) == (False, None, None)
+    cluster.restart(next(peer for peer in cluster.stage.peers.values() if peer.jobs))
+    cluster.run([outcome], 4 * TOKENS)
+    served([outcome])
+    cluster.stage.assert_empty()
+
+
 def test_a_worker_that_drains_and_ends_with_work_has_not_died_of_it() -> None:
     cluster = Cluster(1, 16)
     outcome = cluster.submit("r")
