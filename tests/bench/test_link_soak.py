@@ -9,7 +9,7 @@ import pytest
 
 from bench.soak.links import DOCUMENT, END, START_TIMEOUT_S, LinkedCluster, Seen, placed, soak
 from pdserve.config import RouterConfig
-from testkit.light_worker import HOLD_UP_S
+from testkit.light_worker import HELD_UP
 
 LINKS = 50
 STREAMS = 50
@@ -46,5 +46,8 @@ def test_load_ends_no_link_and_a_process_that_stands_still_loses_its_own() -> No
         assert len(seen.lost) == LINKS // 2
         assert all(" decode-0-" in line for line in seen.lost)
         cluster.wait_whole(START_TIMEOUT_S)
-        time.sleep(2 * HOLD_UP_S)  # the process looks when it runs again
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while HELD_UP not in stopped.log():  # the process tells it when it runs again
+            assert time.monotonic() < end_s, "it does not tell that it was held up"
+            time.sleep(0.1)
         assert soak(cluster, 0.0, 1).held_up_s > HEARTBEAT_LOST_S
