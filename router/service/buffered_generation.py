@@ -12,7 +12,11 @@ from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Report
 
 MAX_JOINED: Final = 256
-"""At most this many deltas become one. Their text is a few KiB, so the loop is not held."""
+"""At most this many deltas become one."""
+
+MAX_JOINED_CHARS: Final = 4096
+"""A delta that has so much text gets no more of it. To read calls and reasoning from it takes at most 15 ms (AMD EPYC: 3 us a
+character), so nobody else waits for long."""
 
 
 class Deliveries:
@@ -56,6 +60,7 @@ class BufferedGeneration:
         self._due = False
         self._taker: Callable[[Delta], bool] | None = None
         self._in_hand = False  # a delta was taken and is still being written: the client has not come back for more
+        self._cut = False  # the delta that was taken last had to leave others behind
         self._waiter: asyncio.Future[None] | None = None
         self._report: Report | None = None
         self._error: PdserveError | None = None
@@ -75,6 +80,9 @@ class BufferedGeneration:
 
     async def __anext__(self) -> Delta:
         self._in_hand = False
+        if self._cut:
+            self._cut = False
+            await asyncio.sleep(0)  # a client that reads all at once what piled up must not hold the loop
         while not self._buffer:
             if self._ended:
                 self._release()
@@ -96,9 +104,13 @@ class BufferedGeneration:
         first = self._buffer.popleft()
         if not self._buffer or first.logprobs or first.prompt_logprobs:
             return first
-        parts = [first]
-        while self._buffer and len(parts) < MAX_JOINED and not self._buffer[0].logprobs:
+        parts, chars = [first], len(first.text)
+        while self._buffer and not self._buffer[0].logprobs:
+            if len(parts) == MAX_JOINED or chars >= MAX_JOINED_CHARS:
+                self._cut = True
+                break
             parts.append(self._buffer.popleft())
+            chars += len(parts[-1].text)
         ids = tuple([token_id for part in parts for token_id in part.ids])
         return Delta(first.index, ids, "".join([part.text for part in parts]), parts[-1].finish_reason)
 
@@ -149,6 +161,7 @@ class BufferedGeneration:
             self._taken += 1
         else:
             self._buffer.appendleft(delta)
+        if self._buffer:
             self._wake()
 
     @property

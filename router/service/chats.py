@@ -106,7 +106,8 @@ class Chats:
         written = request.sampling.get("skip_special_tokens") is False  # the text has its marks already
         if self._marks and free and not written:
             marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
-        return ParsedGeneration(generation, OutputParser(reasoning, calls), self._id_maker(), marks)
+        parser = OutputParser(reasoning, calls, max_calls=None if request.tool_choice.parallel else 1)
+        return ParsedGeneration(generation, parser, self._id_maker(), marks)
 
     def _calls(self, request: GenerateInput) -> EventParser | None:
         prompt, choice = request.prompt, request.tool_choice
@@ -115,10 +116,9 @@ class Chats:
         names = [tool.name for tool in prompt.tools]
         if choice.function:
             return NamedCall(choice.function)
-        most = None if choice.parallel else 1
         if choice.forced:
-            return RequiredCalls(names, most=most)
-        return CALL_FORMS[self.call_form].machine(names, most=most)
+            return RequiredCalls(names)
+        return CALL_FORMS[self.call_form].machine(names)
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         tail = b"".join(map(self._tokenizer.written_bytes, prompt_ids[-TAIL:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 
@@ -30,6 +32,7 @@ class ParsedGeneration:
         self._marks = marks
         self._new_id = new_id
         self._calls = 0
+        self._parts: deque[Delta] = deque()
 
     @property
     def dropped(self) -> Cancelled | None:
@@ -52,24 +55,35 @@ class ParsedGeneration:
         return self
 
     async def __anext__(self) -> Delta:
-        return self._parsed(await anext(self._deltas))
+        if not self._parts:
+            self._parts.extend(self._parsed(await anext(self._deltas)))
+        return self._parts.popleft()
 
     def close(self) -> None:
         """Implements `Generation.close`."""
         self._inner.close()
 
-    def _parsed(self, delta: Delta) -> Delta:
+    def _parsed(self, delta: Delta) -> list[Delta]:
+        """Return what a delta becomes: one delta, or several if content follows a call, so that a reader who takes reasoning,
+        content and calls of a delta in this order has the order of the output."""
         text = delta.text if self._marks is None else self._marks.push(delta.ids, delta.text)
         events = self._parser.push(text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             events += self._parser.flush()
-        calls = self._pieces(events)
+        parts = [self._part(events) for events in _parts(events)]
         if finish_reason is FinishReason.STOP and self._calls:
             finish_reason = FinishReason.TOOL_CALLS
+        first = msgspec.structs.replace(delta, finish_reason=None, **parts[0])
+        rest = [Delta(delta.index + len(delta.ids), (), finish_reason=None, **part) for part in parts[1:]]
+        *early, last = first, *rest
+        return [*early, msgspec.structs.replace(last, finish_reason=finish_reason)]
+
+    def _part(self, events: list[Event]) -> dict[str, Any]:
+        """Return the fields of a delta that the events are."""
         content = "".join([event.text for event in events if isinstance(event, Content)])
         reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
-        return msgspec.structs.replace(delta, text=content, finish_reason=finish_reason, reasoning=reasoning, calls=calls)
+        return {"text": content, "reasoning": reasoning, "calls": self._pieces(events)}
 
     def _pieces(self, events: list[Event]) -> tuple[CallDelta, ...]:
         """Return the pieces of calls among the events. Pieces of the same call are joined."""
@@ -83,3 +97,15 @@ class ParsedGeneration:
                 begun = pieces.pop() if pieces and pieces[-1].index == index else CallDelta(index)
                 pieces.append(CallDelta(index, begun.id, begun.name, begun.arguments + event.text))
         return tuple(pieces)
+
+
+def _parts(events: list[Event]) -> list[list[Event]]:
+    """Cut the events before each content that follows a call. There is one part at least."""
+    parts: list[list[Event]] = [[]]
+    called = False
+    for event in events:
+        if isinstance(event, Content) and called:
+            parts.append([])
+        called = not isinstance(event, Content | Reasoning)
+        parts[-1].append(event)
+    return parts

@@ -118,6 +118,16 @@ def test_a_text_without_tools_is_one_message() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("size", [1, 500])
+def test_text_behind_calls_is_a_message_behind_them_however_it_arrives(size: int) -> None:
+    async def story() -> None:
+        async with speaking(f"{SPOKEN} There.", size=size) as (_, client):
+            answer = await client.responses.create(model="tiny", input=MESSAGES, tools=TOOLS)
+            assert items_of(answer) == [("message", "Let me look."), *CALLED, ("message", "There.")]
+
+    run(story())
+
+
 def test_log_probabilities_are_those_of_the_message_alone() -> None:
     async def story() -> None:
         async with speaking(THOUGHT + SPOKEN) as (_, client):

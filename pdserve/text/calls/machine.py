@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Generator
 from typing import ClassVar, Final
 
-from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event
+from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventList
 
 MAX_DEPTH: Final = 64  # of nested JSON in arguments; deeper text is no call
 MAX_WORD: Final = 256  # characters of a name; content that follows a mark by mistake is not held back for longer
@@ -35,18 +35,17 @@ class CallMachine:
     mark: ClassVar[str] = ""
     """The text before calls. Its first character is not repeated in it. Empty: calls stand only where the output begins."""
 
-    def __init__(self, names: Collection[str], *, most: int | None = None) -> None:
-        """`names` are the tools that may be called, at most `most` times; further calls are content."""
+    def __init__(self, names: Collection[str]) -> None:
+        """`names` are the tools that may be called. A call of another one is content."""
         assert self.mark[:1] not in self.mark[1:] or not self.mark
         self._names = frozenset(names)
-        self._left = most
         self._char = ""
         """The character that is looked at. Empty: the text has ended."""
         self._read: list[str] = []
         self._arguments: list[str] = []
         self._sink = self._read
         self._idle = False
-        self._events: list[Event] = []
+        self._events = EventList()
         self._run = self._parse()
         next(self._run)
 
@@ -158,23 +157,20 @@ class CallMachine:
         finally:
             self._tell_arguments()
             self._sink = self._read
-            self._events.append(CallEnd())
+            self._events.add(CallEnd())
 
     def whole(self, name: str, arguments: str) -> None:
         """Tell a call that was read as a whole."""
         self.begin(name)
-        self._events += (CallArguments(arguments), CallEnd())
+        self._events.say(CallArguments, arguments)
+        self._events.add(CallEnd())
 
     def begin(self, name: str) -> None:
-        """Tell the beginning of a call. What was read before belongs to its form. Raises `Malformed` if no further call is
-        allowed, or the name is that of no tool."""
+        """Tell the beginning of a call. What was read before belongs to its form. Raises `Malformed` if the name is that of no
+        tool."""
         self._known(name)
-        if self._left is not None:
-            if not self._left:
-                raise Malformed
-            self._left -= 1
         self._read.clear()
-        self._events.append(CallBegin(name))
+        self._events.add(CallBegin(name))
 
     # The machine ------------------------------------------------------------------------------------------------------
 
@@ -216,22 +212,15 @@ class CallMachine:
         self._read.clear()
 
     def _content(self, text: str) -> None:
-        if not text:
-            return
-        if self._events and isinstance(last := self._events[-1], Content):
-            self._events[-1] = Content(last.text + text)
-        else:
-            self._events.append(Content(text))
+        self._events.say(Content, text)
 
     def _tell_arguments(self) -> None:
-        if self._arguments:
-            self._events.append(CallArguments("".join(self._arguments)))
-            self._arguments.clear()
+        self._events.say(CallArguments, "".join(self._arguments))
+        self._arguments.clear()
 
     def _taken(self) -> list[Event]:
         self._tell_arguments()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def _known(self, name: str) -> str:
         if name not in self._names:

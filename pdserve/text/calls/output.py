@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventParser
+from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventList, EventParser
 from pdserve.text.calls.machine import BLANKS
 
 
@@ -33,11 +33,15 @@ class OutputParser:
     Blanks directly before and after a call belong to the form of calls. All other blanks are content.
     """
 
-    def __init__(self, reasoning: EventParser | None, calls: EventParser | None) -> None:
+    def __init__(self, reasoning: EventParser | None, calls: EventParser | None, *, max_calls: int | None = None) -> None:
+        """Calls beyond `max_calls` are read and dropped: nobody wants to see how a model spells them."""
         self._reasoning = reasoning
         self._calls = calls
-        self._blanks = ""
-        """The blanks at the end of the content so far. If a call follows, they belong to it."""
+        self._calls_left = max_calls
+        self._dropping = False
+        """True inside a call that is one too many."""
+        self._blanks: list[str] = []
+        """The blanks at the end of the content so far, in pieces. If a call follows, they belong to it."""
         self._after_call = False
 
     def push(self, text: str) -> list[Event]:
@@ -51,8 +55,8 @@ class OutputParser:
         events = [] if self._reasoning is None else self._read(self._reasoning.flush())
         if self._calls is not None:
             events += self._trimmed(self._calls.flush())
-        if self._blanks:
-            events.append(Content(self._blanks))
+        if blanks := "".join(self._blanks):
+            events.append(Content(blanks))
         return events
 
     def _read(self, events: list[Event]) -> list[Event]:
@@ -65,20 +69,28 @@ class OutputParser:
         return read
 
     def _trimmed(self, events: list[Event]) -> list[Event]:
-        """Take the blanks beside calls out of the content."""
-        kept: list[Event] = []
+        """Take the blanks beside calls out of the content, and the calls that are too many."""
+        kept = EventList()
         for event in events:
             if isinstance(event, Content):
-                text = self._blanks + event.text
-                text = text.lstrip(BLANKS) if self._after_call else text
+                text = event.text.lstrip(BLANKS) if self._after_call else event.text
                 clear = text.rstrip(BLANKS)
-                self._blanks = text[len(clear) :]
                 if clear:
                     self._after_call = False
-                    kept.append(Content(clear))
-                continue
-            if isinstance(event, CallBegin):
-                self._blanks = ""
-            self._after_call = self._after_call or isinstance(event, CallEnd)
-            kept.append(event)
-        return kept
+                    kept.say(Content, "".join(self._blanks))
+                    kept.say(Content, clear)
+                    self._blanks.clear()
+                self._blanks.append(text[len(clear) :])
+            elif isinstance(event, CallBegin):
+                self._blanks.clear()
+                self._dropping = self._calls_left == 0
+                if not self._dropping:
+                    self._calls_left = None if self._calls_left is None else self._calls_left - 1
+                    kept.add(event)
+            elif isinstance(event, CallEnd):
+                self._after_call = True
+                if not self._dropping:
+                    kept.add(event)
+            elif isinstance(event, CallArguments) and not self._dropping:
+                kept.say(CallArguments, event.text)
+        return kept.take()

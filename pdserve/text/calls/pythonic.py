@@ -9,6 +9,9 @@ from typing import Any, Final
 from pdserve.text.calls.machine import MAX_DEPTH, CallMachine, Malformed, Steps
 
 MAX_CHARS: Final = 1 << 16  # of one list; a longer one is content
+MAX_CODE_CHARS: Final = (
+    1 << 13
+)  # outside of its strings: to parse that many takes up to 20 ms (AMD EPYC), and nobody is served then
 
 
 class Pythonic(CallMachine):
@@ -34,30 +37,30 @@ class Pythonic(CallMachine):
         called = python_calls("".join(self._read[begin:]))
         for name, _ in called:
             self._known(name)
-        if self._left is not None and len(called) > self._left:  # one list is told as a whole or not at all
-            raise Malformed
         for name, arguments in called:
             self.whole(name, arguments)
 
     def _balanced(self) -> Steps:
         """Read a bracket and all up to the one that closes it. Brackets in strings do not count."""
+        end = len(self._read) + MAX_CHARS
         yield from self.expect("[")
-        depth, chars = 1, 1
+        depth, code_chars = 1, 1
         while depth:
-            chars += 1
-            if not self._char or chars > MAX_CHARS or depth > MAX_DEPTH:
+            code_chars += 1
+            if not self._char or code_chars > MAX_CODE_CHARS or depth > MAX_DEPTH:
                 raise Malformed
             if self._char in "'\"":
-                yield from self._quoted()
+                yield from self._quoted(end)
                 continue
             depth += (self._char in "[({") - (self._char in "])}")
             yield from self.step()
 
-    def _quoted(self) -> Steps:
+    def _quoted(self, end: int) -> Steps:
+        """Read a string, which ends before `end` characters were read."""
         quote = self._char
         yield from self.step()
         while self._char != quote:
-            if not self._char:
+            if not self._char or len(self._read) >= end:
                 raise Malformed
             if self._char == "\\":
                 yield from self.step()

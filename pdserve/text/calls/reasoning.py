@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from enum import Enum, auto
 from typing import Final
 
-from pdserve.text.calls.events import Content, Event, Reasoning
+from pdserve.text.calls.events import Content, Event, EventList, Reasoning
 from pdserve.text.calls.machine import BLANKS
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
+
+
+class _Place(Enum):
+    """Where in the output the parser is."""
+
+    START = auto()
+    INSIDE = auto()
+    AFTER = auto()  # behind the second tag, among the blanks before the answer
+    ANSWER = auto()
 
 
 class ReasoningParser:
@@ -17,88 +26,97 @@ class ReasoningParser:
 
     The output begins inside the tags if the prompt ends with the first one. Otherwise it may begin with it. Tags at any other
     place are content.
+
+    A model may write blanks or beginnings of a tag for as long as it likes. What is held back is therefore never read again:
+    blanks are a list of pieces, and the beginning of a tag is shorter than the tag.
     """
 
     def __init__(self, *, opened: bool) -> None:
         """`opened`: the prompt ends with the first tag."""
-        self._events: list[Event] = []
-        self._answering = False
-        self._run = self._parse(opened)
-        next(self._run)
+        self._place = _Place.INSIDE if opened else _Place.START
+        self._events = EventList()
+        self._blanks: list[str] = []
+        """Blanks that are told only if what follows them is not a tag."""
+        self._tag = ""
+        """The beginning of a tag, which is told if it does not become one."""
+        self._begun = False
+        """True once a character of reasoning was told, or held as one. Blanks before it are dropped."""
 
     def push(self, text: str) -> list[Event]:
         """Implements `EventParser.push`."""
-        for place, char in enumerate(text):
-            if self._answering:
-                self._add(Content(text[place:]))
-                break
-            self._run.send(char)
-        return self._taken()
+        if self._place is _Place.START:
+            text = self._start(text)
+        if self._place is _Place.INSIDE:
+            text = self._inside(text)
+        if self._place is _Place.AFTER:
+            text = text.lstrip(BLANKS)
+            if text:
+                self._place = _Place.ANSWER
+        self._events.say(Content, text)
+        return self._events.take()
 
     def flush(self) -> list[Event]:
         """Implements `EventParser.flush`."""
-        if not self._answering:
-            self._run.send("")
-        return self._taken()
+        if self._place is _Place.INSIDE:
+            self._think(self._tag)
+            self._events.say(Reasoning, "".join(self._blanks))
+        else:
+            self._events.say(Content, "".join([*self._blanks, self._tag]))
+        self._blanks.clear()
+        self._tag = ""
+        return self._events.take()
 
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+    def _start(self, text: str) -> str:
+        """Read the first tag, if the output begins with it. Return what stands behind it, or all if it is not there."""
+        if not self._tag:
+            clear = text.lstrip(BLANKS)
+            self._blanks.append(text[: len(text) - len(clear)])
+            text = clear
+        text = self._tag + text
+        if len(text) < len(OPEN) and OPEN.startswith(text):
+            self._tag = text
+            return ""
+        if text.startswith(OPEN):
+            self._place = _Place.INSIDE
+            text = text[len(OPEN) :]
+        else:
+            self._place = _Place.ANSWER
+            text = "".join([*self._blanks, text])
+        self._blanks.clear()
+        self._tag = ""
+        return text
 
-    def _add(self, event: Content | Reasoning) -> None:
-        if not event.text:
+    def _inside(self, text: str) -> str:
+        """Read reasoning up to the second tag. Return what stands behind it."""
+        text = self._tag + text
+        end = text.find(CLOSE)
+        if end < 0:
+            end = len(text) - _begun_at_end(text)
+            self._tag = text[end:]
+            self._think(text[:end])
+            return ""
+        self._think(text[:end])
+        self._place = _Place.AFTER
+        self._blanks.clear()
+        self._tag = ""
+        return text[end + len(CLOSE) :]
+
+    def _think(self, text: str) -> None:
+        """Tell reasoning, but for the blanks at its end."""
+        if not self._begun:
+            text = text.lstrip(BLANKS)
+        if not text:
             return
-        last = self._events[-1] if self._events else None
-        if type(last) is type(event) and isinstance(last, Content | Reasoning):
-            event = type(event)(last.text + event.text)
-            self._events.pop()
-        self._events.append(event)
-
-    def _parse(self, opened: bool) -> Generator[None, str, None]:
-        """Take one character after the other until the answer begins. An empty one is the end of the text."""
-        held = ""
-        while not opened:
-            char = yield
-            held += char
-            begun = held.lstrip(BLANKS)
-            if begun == OPEN:
-                opened = True
-            elif not char or not OPEN.startswith(begun):
-                self._add(Content(held))
-                break
-        if opened:
-            yield from self._inside()
-        self._answering = True
-        yield
-
-    def _inside(self) -> Generator[None, str, None]:
-        """Tell reasoning up to the second tag, and skip the blanks after it. What may be the tag, or blanks before it, is
-        held back."""
-        held, begun = "", False
-        while True:
-            char = yield
-            held += char
-            if held.endswith(CLOSE):
-                self._add(Reasoning(held[: -len(CLOSE)].rstrip(BLANKS)))
-                break
-            if not char:
-                self._add(Reasoning(held))
-                return
-            if not begun:
-                held = held.lstrip(BLANKS)
-                begun = bool(held)
-            told = held[: _held_from(held)]
-            self._add(Reasoning(told))
-            held = held[len(told) :]
-        while char := (yield):
-            if char not in BLANKS:
-                self._add(Content(char))
-                return
+        self._begun = True
+        clear = text.rstrip(BLANKS)
+        if clear:
+            self._events.say(Reasoning, "".join(self._blanks))
+            self._events.say(Reasoning, clear)
+            self._blanks.clear()
+        self._blanks.append(text[len(clear) :])
 
 
-def _held_from(text: str) -> int:
-    """Return where blanks begin that may stand before the second tag, or the tag itself, at the end of the text."""
-    tag = text.rfind("<")
-    if tag >= 0 and CLOSE.startswith(text[tag:]):
-        text = text[:tag]
-    return len(text.rstrip(BLANKS))
+def _begun_at_end(text: str) -> int:
+    """Return how many characters at the end of the text may be the beginning of the second tag."""
+    tag = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
+    return len(text) - tag if tag >= 0 and CLOSE.startswith(text[tag:]) else 0

@@ -11,7 +11,7 @@ from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
 from router.api.answer import Delta, Report
-from router.service.buffered_generation import MAX_JOINED, BufferedGeneration, Deliveries
+from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries
 
 LIMIT_S = 30.0
 REPORT = Report(Placement.COLOCATED, "auto", 1, 1)
@@ -78,6 +78,46 @@ def test_what_piles_up_is_given_out_as_one_and_nothing_is_lost(pieces: list[tupl
         assert [delta.finish_reason for delta in taken[:-1]] == [None] * (len(taken) - 1)
         if not logprobs:
             assert len(taken) <= len(pieces) + len(pushed) // MAX_JOINED + 1
+
+    asyncio.run(story())
+
+
+def test_a_client_that_reads_a_pile_of_text_at_once_lets_others_run_in_between() -> None:
+    async def story() -> None:
+        generation = BufferedGeneration("r", (1,), lambda _: None)
+        text = "a" * (MAX_JOINED_CHARS // 4)
+        for index in range(40):
+            generation.push(Delta(index, (index,), text, FinishReason.LENGTH if index == 39 else None))
+        turns: list[int] = []
+        sizes: list[int] = []
+
+        async def other() -> None:
+            while len(sizes) < 10:
+                turns.append(len(sizes))
+                await asyncio.sleep(0)
+
+        others = asyncio.ensure_future(other())
+        for _ in range(10):
+            taken = await anext(generation)
+            sizes.append(len(taken.text))
+        await others
+        assert sizes == [MAX_JOINED_CHARS] * 10
+        assert turns == list(range(1, 10)), "another task runs between two pieces"
+
+    asyncio.run(story())
+
+
+def test_what_a_taker_leaves_behind_goes_to_the_task() -> None:
+    async def story() -> None:
+        generation = BufferedGeneration("r", (1,), lambda _: None)
+        took: list[Delta] = []
+        generation.take_by(lambda delta: took.append(delta) or True)  # type: ignore[func-returns-value]
+        waiting = asyncio.ensure_future(anext(generation))
+        await asyncio.sleep(0)  # lets it begin to wait
+        for index in range(MAX_JOINED + 1):
+            generation.push(Delta(index, (index,), "a", None))
+        assert (await waiting).ids == (MAX_JOINED,)
+        assert [len(delta.ids) for delta in took] == [MAX_JOINED]
 
     asyncio.run(story())
 
