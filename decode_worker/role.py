@@ -182,6 +182,7 @@ class DecodeRole:
         seq_id = self._host.next_seq_id(handle)
         self._host.submit(Reserve(seq_id, spec, command.local_prefill, resumed, grammar))
         local = int(command.local_prefill)
+        ends, tokenizer = self._host.card.eos_token_ids, self._host.tokenizer
         self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=prompt_len, local_prefill=local)
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
@@ -193,7 +194,7 @@ class DecodeRole:
             prompt_len,
             command.deadline_s,
             command.local_prefill,
-            OutputStream(handle, self._host.tokenizer, spec.sampling, resumed, eos_token_ids=self._host.card.eos_token_ids),
+            OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends),
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:

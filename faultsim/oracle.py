@@ -56,8 +56,8 @@ class SimTokenizer:
         """Return the same bytes, and for the end of the sequence its written form."""
         return self.token_bytes(token_id) or b"</s>"
 
-    def stream(self) -> Utf8Stream:
-        """Return a decoder for the bytes of one output."""
+    def stream(self, after: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Utf8Stream:
+        """Return a decoder for the bytes of one output. What stands before it changes nothing."""
         return Utf8Stream()
 
 
@@ -175,7 +175,7 @@ def _output(
 ) -> tuple[tuple[int, ...], str, FinishReason | None]:
     """Return the ids, the text and the finish reason of the output."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
-    text = OutputText.of(TOKENIZER, params)
+    text = OutputText.of(TOKENIZER, prompt, params)
     ids: list[int] = []
     pieces: list[str] = []
     tags = tags_of(prompt)

@@ -192,7 +192,8 @@ class PrefillRole:
             raise Unavailable("this worker is draining")
         seq_id = self._host.next_seq_id(handle)
         self._host.submit(AddLent(seq_id, spec, resumed, grammar))
-        output = OutputStream(handle, self._host.tokenizer, spec.sampling, resumed, eos_token_ids=self._host.card.eos_token_ids)
+        ends, tokenizer = self._host.card.eos_token_ids, self._host.tokenizer
+        output = OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends)
         name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
         request = LentRequest(handle, command.request_id, seq_id, name, len(spec.prompt_ids) + len(resumed), output)
         self._by_handle[handle] = self._by_seq[seq_id] = request

@@ -1,7 +1,7 @@
 """The text of one request's output, computed from its token ids only.
 
-The ids pushed so far decide the text, and nothing else does. So a second worker that pushes the same ids is in the same
-state, and any worker can resume a request. A token costs a few microseconds, however long the output is.
+The ids pushed so far decide the text, and whether they follow a text. So a second worker that pushes the same ids is in the
+same state, and any worker can resume a request. A token costs a few microseconds, however long the output is.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ class TextStep(NamedTuple):
 class OutputText:
     """The text of one output, piece by piece. It holds back incomplete characters and text that may begin a stop string.
 
-    If no stop string is found, the texts of all steps and of `flush` together equal `tokenizer.decode(all ids)`.
+    If no stop string is found, the texts of all steps and of `flush` together equal
+    `tokenizer.decode(all ids, after=prompt_ids)`.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start an empty output. A stop string counts only if token number `min_tokens` or a later one completes it.
+        """Start an empty output that follows a prompt. A stop string counts only if token number `min_tokens` or a later one
+        completes it.
 
         With `include_stop` the text ends behind the stop string. Without `skip_special_tokens` it has special tokens as they
         are written.
         """
         self._bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.written_bytes
-        self._characters = tokenizer.stream()
+        self._characters = tokenizer.stream(prompt_ids, skip_special_tokens=skip_special_tokens)
         self._include_stop = include_stop
         self._stops = StopScanner(stop, include=include_stop)
         self._min_tokens = min_tokens
@@ -50,10 +53,11 @@ class OutputText:
         self._stopped = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> OutputText:
+    def of(cls, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         """Start the empty output of a request."""
         return cls(
             tokenizer,
+            prompt_ids,
             stop=params.stop,
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,

@@ -80,10 +80,10 @@ class Tokenizer:
         # Only batches release the GIL, hence a batch of one text. This kind of batch skips offsets, which halves the time.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Special tokens add nothing or, without `skip_special_tokens`, their written form.
-        Unknown ids add nothing; invalid UTF-8 becomes U+FFFD."""
-        stream = self.stream()
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids that follow those of `after`. Special tokens add nothing or, without
+        `skip_special_tokens`, their written form. Unknown ids add nothing; invalid UTF-8 becomes U+FFFD."""
+        stream = self.stream(after, skip_special_tokens=skip_special_tokens)
         bytes_of = self.token_bytes if skip_special_tokens else self.written_bytes
         return stream.push(b"".join(map(bytes_of, ids))) + stream.flush()
 
@@ -102,9 +102,14 @@ class Tokenizer:
         """Return the token as the vocabulary spells it, such as "Ġthe". It is empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
-    def stream(self) -> Utf8Stream:
-        """Return a decoder for the bytes of one output, from its first token on."""
-        return Utf8Stream(strip_leading_space=self._strip_leading_space)
+    def stream(self, after: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Utf8Stream:
+        """Return a decoder for the bytes of a text that follows the tokens `after`.
+
+        Tokenizers of Llama 2's kind drop the blank at the beginning of a text. What follows a prompt is not a beginning, unless
+        the prompt adds no text, as one of special tokens alone.
+        """
+        bytes_of = self.token_bytes if skip_special_tokens else self.written_bytes
+        return Utf8Stream(strip_leading_space=self._strip_leading_space and not any(map(bytes_of, after)))
 
 
 def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:

@@ -24,16 +24,17 @@ class OutputStream:
         self,
         handle: Handle,
         tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         earlier: Sequence[int] = (),
         *,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Start after `earlier`, the output ids that the client has already. The text depends only on the output ids, so it
-        goes on from there."""
+        """Start after `earlier`, the output ids that the client has already. The text depends only on the prompt and the output
+        ids, so it goes on from there."""
         self._handle = handle
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
-        self._text = OutputText.of(tokenizer, params)
+        self._text = OutputText.of(tokenizer, prompt_ids, params)
         self._next_index = 0
         for token_id in earlier:
             self.skip(token_id)

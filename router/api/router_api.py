@@ -66,8 +66,8 @@ class RouterApi(Protocol):
         """Return the bytes that a token adds to a text, and for a special token the bytes of its written form. They are empty
         for an id without a token."""
 
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of output tokens, as the answer to a request has it."""
+    def text_of(self, ids: Sequence[int], *, after: Sequence[int]) -> str:
+        """Return the text of output tokens behind the prompt `after`, as the answer to a request has it."""
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -72,7 +72,7 @@ async def beam_search(api: RouterApi, request: GenerateInput, choices: Choices, 
     outputs = []
     for beam in search.result():
         reason = FinishReason.STOP if beam.ended else FinishReason.LENGTH
-        outputs.append(BeamOutput(beam.ids, api.text_of(beam.ids), reason))
+        outputs.append(BeamOutput(beam.ids, api.text_of(beam.ids, after=prompt_ids), reason))
     return BeamAnswer(prompt_ids, tuple(outputs))
 
 

@@ -105,7 +105,7 @@ class Chats:
         marks = None
         written = request.sampling.get("skip_special_tokens") is False  # the text has its marks already
         if self._marks and free and not written:
-            marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream())
+            marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream(prompt_ids))
         parser = OutputParser(reasoning, calls, max_calls=None if request.tool_choice.parallel else 1)
         return ParsedGeneration(generation, parser, self._id_maker(), marks)
 

@@ -248,9 +248,9 @@ class RouterService:
         """Implements `RouterApi.token_bytes`."""
         return self.model.tokenizer.written_bytes(token_id)
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int], *, after: Sequence[int]) -> str:
         """Implements `RouterApi.text_of`."""
-        return self.model.tokenizer.decode(ids)
+        return self.model.tokenizer.decode(ids, after=after)
 
     @property
     def ready(self) -> bool:

@@ -124,7 +124,7 @@ class EchoRouter:
         """Return the character."""
         return chr(token_id).encode()
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int], *, after: Sequence[int]) -> str:
         """Return the characters."""
         return "".join(map(chr, ids))
 

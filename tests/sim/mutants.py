@@ -227,8 +227,8 @@ def a_replay_tells_its_last_id_twice(patch: pytest.MonkeyPatch) -> None:
 def a_replay_begins_its_text_anew(patch: pytest.MonkeyPatch) -> None:
     real = OutputStream.__init__
 
-    def init(self: Any, handle: Any, tokenizer: Any, params: Any, earlier: Any = ()) -> None:
-        real(self, handle, tokenizer, params)
+    def init(self: Any, handle: Any, tokenizer: Any, prompt_ids: Any, params: Any, earlier: Any = (), **ends: Any) -> None:
+        real(self, handle, tokenizer, prompt_ids, params, **ends)
         self._next_index = len(earlier)
 
     patch.setattr(OutputStream, "__init__", init)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import decoders, models
+from tokenizers.decoders import DecodeStream
 
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, SamplingParams
@@ -56,6 +57,8 @@ class Story:
         special = special_ids(tokenizer)
         clean = tokenizer.encode("".join(rng.choices(SAMPLE, k=rng.randrange(12))), add_special_tokens=False)
         drawn = [rng.randrange(tokenizer.vocab_size + 2) for _ in range(rng.randrange(6))]
+        text = tokenizer.encode(" a b", add_special_tokens=False)
+        self.prompt = rng.choice(([], special[:2], [*special[:1], *text], text[-1:]))
         self.ids = [*clean, *drawn, *rng.choices(special, k=rng.randrange(3))] or [0]
         if rng.random() < 0.5:
             rng.shuffle(self.ids)
@@ -101,12 +104,13 @@ class Story:
 
     def text(self, parts: list[bytes], *, final: bool) -> str:
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(parts), final)
-        return text.removeprefix(" ") if self.tokenizer._strip_leading_space else text
+        begins = not any(map(self.bytes_of, self.prompt))
+        return text.removeprefix(" ") if self.tokenizer._strip_leading_space and begins else text
 
     def deltas(self, earlier: int = 0) -> list[Delta]:
         """What a worker gives out that goes on after the first `earlier` tokens."""
         ids = self.ids
-        stream = OutputStream(Handle(1), self.tokenizer, self.params, ids[:earlier], eos_token_ids=self.eos)
+        stream = OutputStream(Handle(1), self.tokenizer, self.prompt, self.params, ids[:earlier], eos_token_ids=self.eos)
         made = []
         for index in range(earlier, len(ids)):
             row = stream.push(index, ids[index], self.engine_reason if index + 1 == len(ids) else None)
@@ -171,6 +175,19 @@ def test_no_piece_of_a_valid_text_has_a_replacement_character(kinds: dict[str, T
             assert "\ufffd" not in output.push(token_id).text
 
 
+@pytest.mark.parametrize("prompt", [[], [1], [1, 263, 260], [259], [260]])
+def test_the_blank_behind_a_prompt_stays_as_in_the_librarys_own_stream(kinds: dict[str, Tokenizer], prompt: list[int]) -> None:
+    """Without it, "The capital of France is" and " Paris" are glued together."""
+    tokenizer = kinds["llama 2"]
+    for first in (259, 260, 265):  # a blank, a blank with a letter, two blanks
+        own = DecodeStream(ids=prompt, skip_special_tokens=True)
+        ids = [first, 260, 261]
+        output = OutputText(tokenizer, prompt)
+        told = "".join(output.push(index).text for index in ids) + output.flush()
+        assert told == "".join(own.step(tokenizer._backend, index) or "" for index in ids)
+        assert tokenizer.decode(ids, after=prompt) == told
+
+
 def mutant_flushes_twice(monkeypatch: Any) -> None:
     monkeypatch.setattr(StopScanner, "flush", lambda self: self._held * 2)
 
@@ -227,6 +244,11 @@ def mutant_joins_ids_of_one_delta_alone(monkeypatch: Any) -> None:
         return Delta(parts[0].index, parts[-1].ids, "".join(part.text for part in parts), parts[-1].finish_reason)
 
     monkeypatch.setattr(BufferedGeneration, "_joined", joined)
+
+
+def mutant_takes_each_output_for_the_beginning_of_a_text(monkeypatch: Any) -> None:
+    honest = Tokenizer.stream
+    monkeypatch.setattr(Tokenizer, "stream", lambda self, after=(), **options: honest(self, **options))
 
 
 MUTANTS: tuple[Callable[[Any], None], ...] = tuple(one for name, one in globals().items() if name.startswith("mutant_"))

@@ -113,7 +113,7 @@ def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int
 
 def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[str], FinishReason, int]:
     """Return the text of each row of a worker that goes on after `resumed` tokens, the finish reason and the last index."""
-    stream = OutputStream(Handle(1), tokenizer, case.params, case.ids[:resumed], eos_token_ids=tuple(case.ends))
+    stream = OutputStream(Handle(1), tokenizer, (), case.params, case.ids[:resumed], eos_token_ids=tuple(case.ends))
     texts = []
     for index in range(resumed, len(case.ids)):
         row = stream.push(index, case.ids[index], case.reason(index + 1))
