@@ -49,7 +49,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8", "int4"]
-KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8_e4m3", "int8", "int4"]
+KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
 
 DTYPES: Final = typing.get_args(Dtype)
 DEVICES: Final = typing.get_args(Device)
@@ -88,7 +88,7 @@ class EngineConfig:
     # A KV block holds so many tokens.
     block_size: PositiveInt = 16
     # KV is stored in this dtype. "auto" takes `dtype`. fp8_e4m3 and int8 hold twice as many tokens as bf16 in the
-    # same memory, and int4 four times as many, at lower quality.
+    # same memory, and int4 four times as many, at lower quality. "fp8" is fp8_e4m3.
     kv_cache_dtype: KvCacheDtype = "auto"
     # Each worker stores KV in so many bytes; sizes such as 256MiB are accepted. None is 256 MiB on a CPU. On a GPU, None lets
     # the worker measure how much is free and take its share, which `gpu_memory_utilization` sets.

@@ -8,6 +8,7 @@ from typing import Final
 
 from pdserve.capacity.devices import GIGA, TERA, Device, Link, link
 from pdserve.capacity.published import PublishedModel
+from pdserve.checkpoint.card import KV_ALIASES
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import DTYPE_BITS
 
@@ -24,9 +25,11 @@ MOST_ATTAINMENT: Final = 0.9999
 WEIGHT_BITS: Final = {"fp8": 8.0, "int8": 8.0, "int4": 4.0 + 20 / 128}
 """Bits of a quantised number. int4 has a scale of 16 bits and a zero of 4 for each 128 numbers, as GPTQ and AWQ store them."""
 QUANTIZATIONS: Final = ("auto", "none", *WEIGHT_BITS)
-KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"} | {
-    name: name for name in DTYPE_BITS if name not in ("float32", "bfloat16", "float16")
-}
+KV_DTYPES: Final = (
+    {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    | {name: name for name in DTYPE_BITS if name not in ("float32", "bfloat16", "float16")}
+    | KV_ALIASES
+)
 DTYPES: Final = ("bfloat16", "float16", "float32")
 
 

@@ -15,13 +15,14 @@ from pdserve.capacity.placements import Rate, colocated_rate, decode_rate, prefi
 from pdserve.capacity.worker_speed import WorkerSpeed
 
 MARGIN: Final = 1.05
+_MORE_GPUS: Final = "give workers more GPUs (--tp; planned with, not served yet)"
 LEVERS: Final = {
-    "memory": "store KV in fewer bits (--kv-cache-dtype), quantise weights (--quantization), give workers more GPUs (--tp), "
+    "memory": f"store KV in fewer bits (--kv-cache-dtype), quantise weights (--quantization), {_MORE_GPUS}, "
     "or take GPUs with more memory",
-    "bandwidth": "read fewer bytes a step (--quantization, --kv-cache-dtype), give workers more GPUs (--tp), take GPUs with "
+    "bandwidth": f"read fewer bytes a step (--quantization, --kv-cache-dtype), {_MORE_GPUS}, take GPUs with "
     "faster memory, or allow a longer --tpot",
-    "compute": "add workers that compute prompts, give each more GPUs (--tp), compute in 8 bits (--quantization fp8 or int8), "
-    "or allow a longer --ttft",
+    "compute": f"add workers that compute prompts, {_MORE_GPUS}, compute in 8 bits (--quantization int8; fp8 is planned with, "
+    "not served yet), or allow a longer --ttft",
     "link": "take a faster link (--link), or store KV in fewer bits (--kv-cache-dtype)",
 }
 """What an operator can do about each binding constraint."""

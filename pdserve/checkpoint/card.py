@@ -18,6 +18,8 @@ from pdserve.core.kv_layout import KvSpec
 from pdserve.core.model_spec import ModelSpec
 
 _DTYPES: Final = ("bfloat16", "float32")
+KV_ALIASES: Final = {"fp8": "fp8_e4m3"}
+"""Further names of dtypes of KV, as vLLM knows them."""
 KV_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 """The dtypes in which KV may be stored: the name in the configuration, and the name in a `KvGroup`."""
 
@@ -91,6 +93,7 @@ def resolve_kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
     computed = resolve_dtype(dtype)
     if kv_cache_dtype == "auto":
         return computed
+    kv_cache_dtype = KV_ALIASES.get(kv_cache_dtype, kv_cache_dtype)
     if kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {kv_cache_dtype!r}")
     return KV_DTYPES[kv_cache_dtype]

@@ -35,11 +35,11 @@ def check_cuda(config: EngineConfig, device: torch.device) -> None:
 
 def refuse_fp8(config: EngineConfig, gpu: Gpu) -> None:
     """Raise `ConfigError` for fp8 KV on a GPU without it. Otherwise the first step would fail with a compiler message."""
-    if config.kv_cache_dtype == "fp8_e4m3" and gpu.capability < FP8_CAPABILITY:
+    if config.kv_cache_dtype in ("fp8", "fp8_e4m3") and gpu.capability < FP8_CAPABILITY:
         major, minor = gpu.capability
         raise ConfigError(
-            f"kv_cache_dtype fp8_e4m3 needs a GPU of compute capability 8.9 or newer, and {gpu.name} is sm_{major}{minor}: "
-            "set kv_cache_dtype to int8 or bf16"
+            f"kv_cache_dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or newer, and {gpu.name} "
+            f"is sm_{major}{minor}: set kv_cache_dtype to int8 or bf16"
         )
 
 

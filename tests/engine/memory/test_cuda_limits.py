@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +18,19 @@ from pdserve.engine.warm_up import check_before_loading
 A100, A10, L4, H200 = Gpu("A100", (8, 0)), Gpu("A10", (8, 6)), Gpu("L4", (8, 9)), Gpu("H200", (9, 0))
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("gpu", [A100, A10])
-def test_fp8_kv_is_refused_by_the_name_of_a_gpu_without_it(gpu: Gpu) -> None:
+def test_fp8_kv_is_refused_by_the_name_of_a_gpu_without_it(gpu: Gpu, dtype: Any) -> None:
     sm = f"{gpu.name} is sm_{gpu.capability[0]}{gpu.capability[1]}"
-    with pytest.raises(ConfigError, match=rf"kv_cache_dtype fp8_e4m3 .*{sm}.*int8 or bf16"):
-        refuse_fp8(EngineConfig(kv_cache_dtype="fp8_e4m3"), gpu)
+    with pytest.raises(ConfigError, match=rf"kv_cache_dtype {dtype} .*{sm}.*int8 or bf16"):
+        refuse_fp8(EngineConfig(kv_cache_dtype=dtype), gpu)
 
 
 def test_other_kv_and_newer_gpus_are_not_refused() -> None:
     for dtype in KV_CACHE_DTYPES:
         refuse_fp8(EngineConfig(kv_cache_dtype=dtype), H200)
         refuse_fp8(EngineConfig(kv_cache_dtype=dtype), L4)
-        if dtype != "fp8_e4m3":
+        if dtype not in ("fp8", "fp8_e4m3"):
             refuse_fp8(EngineConfig(kv_cache_dtype=dtype), A100)
 
 
