@@ -122,7 +122,7 @@ class ConnectionExchange:
             callback()
         else:
             self._gone = callback
-            self._cycle.flow.resume_reading()  # uvicorn pauses it for a large body, and then sees no end
+            self._cycle.flow.resume_reading()  # uvicorn stops to read for a large body, and then sees no end
         return self._forget
 
     def _forget(self) -> None:

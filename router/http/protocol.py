@@ -4,12 +4,16 @@ httptools bounds neither the size of a head or of trailers nor the time in which
 or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.body` bounds bodies. An offer to
 speak another protocol is declined as RFC 9110 section 7.8 allows: the request is answered in HTTP/1.1. The Date header is made
 when a request asks for one and not by a timer, so an idle server does nothing.
+
+A connection is read while its request is answered, because the end of a connection is seen only by reading it. uvicorn would
+stop to read when a further request comes; here such requests are kept, and bounded by number and size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from email.utils import formatdate
 from typing import Any, Final
 
@@ -26,6 +30,7 @@ MAX_HEADERS: Final = 100  # Apache's LimitRequestFields, and h2o's and Go's orde
 MAX_TRAILER_BYTES: Final = 8 << 10  # nginx's limit for one large header; trailers are not used here, only counted and dropped
 MAX_BETWEEN_BYTES: Final = 64 << 10  # chunk extensions and trailers without a byte of body between them
 MAX_PIPELINED: Final = 16  # requests behind the one that is being answered; each costs some KiB before it is looked at
+MAX_BEHIND_BYTES: Final = 256 << 10  # of all these requests together, as much as one read of uvloop
 HEAD_TIMEOUT_S: Final = 30.0
 LINGER_S: Final = 2.0  # as in router.http.body
 
@@ -50,6 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._declined = False  # this head offers another protocol, and the parser stops at it
         self._running: RequestResponseCycle | None = None  # the request that is being answered; others may wait behind it
         self._exchange: ConnectionExchange | None = None  # that of `_running`
+        self._behind_bytes: deque[int] = deque()  # of each request that waits behind `_running`, the newest first
         self._timer: asyncio.TimerHandle | None = None
 
     # The connection ----------------------------------------------------------------------------------------------------
@@ -76,6 +82,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._exchange.client_left()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._behind_bytes:
+            self._behind_bytes.pop()
         self._running = cycle
         self._exchange = ConnectionExchange(cycle)
         scope: Any = cycle.scope
@@ -173,12 +181,25 @@ class GuardedProtocol(HttpToolsProtocol):
         self._table.serves(self)
         self._refresh_date()
         super().on_headers_complete()
+        if self.cycle is not self._running:
+            self._behind_bytes.appendleft(0)
+            self._wait_behind(self._kept_bytes)
 
     def on_body(self, body: bytes) -> None:
         """Hand on a part of the body, unless the connection is refused."""
         self._body_came = True
         if not self._over:
             super().on_body(body)
+            if self.cycle is not self._running:
+                self._wait_behind(len(body))
+
+    def _wait_behind(self, length: int) -> None:
+        """Keep a part of a request that waits behind the running one, and read on."""
+        self._behind_bytes[0] += length
+        self.flow.resume_reading()
+        if sum(self._behind_bytes) > MAX_BEHIND_BYTES:
+            self._over = True
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
         """End the body of the request. The connection waits again if the answer was already complete."""

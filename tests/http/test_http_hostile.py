@@ -224,13 +224,22 @@ def test_who_has_waited_longest_goes_and_who_serves_stays() -> None:
     assert len(table) == 3
 
 
-def test_requests_piled_up_behind_one_end_the_connection() -> None:
+@pytest.mark.parametrize(
+    "behind",
+    [
+        head("GET", "/health") * (protocol.MAX_PIPELINED + 1),
+        post(COMPLETIONS, b" " * protocol.MAX_BEHIND_BYTES),
+        head("GET", "/health", x="y" * 60_000) * 5,
+    ],
+    ids=["many", "a large body", "large heads"],
+)
+def test_requests_piled_up_behind_one_end_the_connection(behind: bytes) -> None:
     async def run() -> None:
         api = FakeApi()
         api.gate.clear()
         async with served(api) as base:
             reader, writer = await connect(base)
-            writer.write(post(COMPLETIONS, BODY) + head("GET", "/health") * (protocol.MAX_PIPELINED + 1))
+            writer.write(post(COMPLETIONS, BODY) + behind)
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
             writer.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 from http_fakes import MODEL, FakeApi, served
 from raw_http import Answer, connect, exchange, head, post, read_answer
 
@@ -15,6 +17,7 @@ import router.http.body
 import router.http.protocol
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
+from router.api.request import DetokenizeInput, TokenizeInput
 from router.http import serve_http
 from router.parsing.parse import Job, Parsed
 from router.parsing.parser import INLINE_BYTES, RequestParser
@@ -120,37 +123,83 @@ def test_one_failed_prompt_cancels_the_others() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("behind", [b"", head("GET", "/health"), post(COMPLETIONS, b"x" * 200_000)[:-1]],
+                         ids=["alone", "one waits behind", "a large one waits behind"])  # fmt: skip
 @pytest.mark.parametrize(
-    ("payload", "size", "chunked"),
+    ("payload", "size", "framing"),
     [
-        (BODY, 0, False),
-        ({**STREAM, "prompt": ["a", "b"]}, 0, True),
-        (STREAM, 100_000, True),
-        (BODY, 1_000_000, False),
-        (STREAM, 1_000_000, True),
+        (BODY, 0, "length"),
+        ({**STREAM, "prompt": ["a", "b"]}, 0, "chunked"),
+        (STREAM, 100_000, "chunked"),
+        (BODY, 1_000_000, "length"),
+        (BODY, 100_000, "expect"),
     ],
 )
-def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(payload: dict[str, Any], size: int, chunked: bool) -> None:
-    """Also after a body of a size for which uvicorn stops to read the connection."""
+def test_a_client_that_leaves_while_waiting_is_cancelled_at_once(
+    payload: dict[str, Any], size: int, framing: str, behind: bytes, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Also when uvicorn does not read the connection, because of a large body or of a request that waits behind."""
 
     async def run() -> None:
         api = FakeApi()
         api.gate.clear()
         async with served(api) as base:
-            _, writer = await connect(base)
-            body = json.dumps({**payload, "pad": "x" * size}).encode()
-            if chunked:
-                writer.write(head("POST", COMPLETIONS, transfer_encoding="chunked"))
-                for part in (body[:70_000], body[70_000:]):
-                    writer.write(b"%x\r\n%b\r\n" % (len(part), part) if part else b"")
-                writer.write(b"0\r\n\r\n")
-            else:
-                writer.write(post(COMPLETIONS, body))
+            reader, writer = await connect(base)
+            await send_body(reader, writer, json.dumps({**payload, "pad": "x" * size}).encode(), framing)
             async with asyncio.timeout(60):
                 await api.submitted.wait()
-                writer.transport.abort()
+                writer.write(behind)
+                writer.transport.close()
                 await api.closed.wait()
             assert not any(generation.finished for generation in api.generations)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run())
+
+
+async def send_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes, framing: str) -> None:
+    """Send a completion in one of the framings of HTTP/1.1."""
+    if framing == "length":
+        writer.write(post(COMPLETIONS, body))
+    elif framing == "expect":
+        writer.write(head("POST", COMPLETIONS, content_length=len(body), expect="100-continue"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        writer.write(body)
+    else:
+        writer.write(head("POST", COMPLETIONS, transfer_encoding="chunked"))
+        for part in (body[:70_000], body[70_000:]):
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part) if part else b"")
+        writer.write(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_a_client_that_leaves_while_its_text_is_converted_gives_up_its_turn(path: str, size: int) -> None:
+    class Busy(FakeApi):
+        """Its one turn for texts never comes."""
+
+        async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
+            self.submitted.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.closed.set()
+            raise AssertionError
+
+        async def detokenize(self, asked: DetokenizeInput) -> str:
+            return "".join(map(str, await self.tokenize(TokenizeInput(None, ""))))
+
+    async def run() -> None:
+        api = Busy()
+        async with served(api) as base:
+            _, writer = await connect(base)
+            body = {"prompt": "x" * (size or 1)} if path == "/tokenize" else {"tokens": [1] * (size // 50 or 1), "model": MODEL}
+            writer.write(post(path, json.dumps(body).encode() + b" " * size) + head("GET", "/health"))
+            async with asyncio.timeout(60):
+                await api.submitted.wait()
+                writer.transport.close()
+                await api.closed.wait()
 
     asyncio.run(run())
 
