@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -31,6 +32,24 @@ class Bytes(click.ParamType[int]):
             self.fail(str(exc), param, ctx)
 
 
+class Names(click.ParamType[list[str]]):
+    """A list of names: separated by commas, or as a JSON list, which is vLLM's form."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        """Return the names. click reports a text that begins as a JSON list and is none."""
+        if not isinstance(value, str):
+            return list(value)
+        if not value.lstrip().startswith("["):
+            return [name for part in value.split(",") if (name := part.strip())]
+        try:
+            names = json.loads(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a JSON list", param, ctx)
+        return list(names)
+
+
 PORT: Final = click.IntRange(0, 65535)
 POSITIVE: Final = click.IntRange(min=1)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)
@@ -55,6 +74,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "router.http_port",
         PORT,
         "Port for HTTP (default 8000); 0 takes any free port, for gRPC as well.",
+    ),
+    (
+        ("--allowed-origins",),
+        "router.allowed_origins",
+        Names(),
+        "Origins of web pages that may use HTTP from a browser, as a list; * allows all (default: none).",
     ),
     (("--grpc-port",), "router.grpc_port", PORT, "Port for gRPC (default 50051); 0 takes any free port."),
     (

@@ -25,6 +25,7 @@ from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
 from router.http.exchange import exchange_of
 from router.http.metrics import metrics_route
+from router.http.refusal import shortened
 from router.http.reply import Reply
 from router.http.responses import respond
 from router.http.running_calls import RunningCalls
@@ -42,7 +43,6 @@ DEFAULT_LIMITS: Final = RouterConfig()
 MOST_CONNECTIONS: Final = 1 << 16  # about 30 KiB each
 CLASS_HEADER: Final = "x-slo-class"
 SESSION_HEADER: Final = "x-session-id"
-MAX_PATH_CHARS: Final = 200  # of a path that an error names
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
@@ -133,11 +133,12 @@ class _Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope, receive, send)
         reply = Reply(exchange)
+        header_id = header(scope, CORRELATION_ID_METADATA)
+        reply.correlate(header_id)
         try:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
                 named = ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
-                header_id = header(scope, CORRELATION_ID_METADATA)
                 reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
@@ -196,9 +197,7 @@ def _json(payload: object, status: int = 200) -> Response:
 
 
 async def _no_route(request: Request, exc: HTTPException) -> Response:
-    path = request.scope["path"]
-    shown = path if len(path) <= MAX_PATH_CHARS else f"{path[:MAX_PATH_CHARS]}..."
-    message = f"{request.method} {shown}: {exc.detail}; GET /docs lists all routes"
+    message = f"{request.method} {shortened(request.scope['path'])}: {exc.detail}; GET /docs lists all routes"
     code = exc.detail.lower().replace(" ", "_")
     error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
     return Response(encode_json(error), exc.status_code, exc.headers, media_type="application/json")

@@ -96,6 +96,12 @@ class ConnectionExchange:
         self._gone: Callable[[], object] | None = None
         self._chunked = False
 
+    # The door's side ---------------------------------------------------------------------------------------------------
+
+    def add_headers(self, headers: Headers) -> None:
+        """Add headers to the answer, also to one that a route writes by the cycle."""
+        self._cycle.default_headers = [*self._cycle.default_headers, *headers]
+
     # The protocol's side -----------------------------------------------------------------------------------------------
 
     def client_left(self) -> None:
@@ -137,7 +143,8 @@ class ConnectionExchange:
             return
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
-        self._chunked = all(name != b"content-length" for name, _ in headers)
+        # HTTP/1.0 knows no chunks: the end of the connection, which is never kept alive, ends a stream
+        self._chunked = cycle.scope["http_version"] != "1.0" and all(name != b"content-length" for name, _ in headers)
         if (b"connection", b"close") in headers:
             cycle.keep_alive = False
         elif not cycle.keep_alive:

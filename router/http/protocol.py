@@ -170,6 +170,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._declined = self.parser.should_upgrade()
         if self._over or self._declined:
             return
+        version = self.parser.get_http_version()
+        hosts = sum([name == b"host" for name, _ in self.headers])
+        if version not in ("1.0", "1.1"):
+            self._refuse(refusal.other_version(version))
+            return
+        if hosts > 1 or (hosts == 0 and version == "1.1"):  # RFC 9112 section 3.2
+            self._refuse(refusal.malformed(f"Host: must be given once, got {hosts}"))
+            return
         self._head_open = False
         self._body_open = True
         self._between_bytes = 0

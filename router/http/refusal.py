@@ -1,11 +1,14 @@
-"""Answers of the protocol itself, given before there is a request that a route could answer. They have OpenAI's shape."""
+"""Answers given before a route sees the request: by the protocol itself, or by the door. They have OpenAI's shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Final
 
 from router.openai.errors import encode_json
+
+MAX_QUOTED_CHARS: Final = 200  # of what an error quotes from the head, such as its path
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +19,15 @@ class Refusal:
     code: str
     message: str
 
+    @property
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return encode_json({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}})
+
     def encode(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the whole response, after which the connection ends. `headers` are added to its own, such as Date."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
-        body = encode_json({"error": error})
+        body = self.body
         own = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -59,6 +66,35 @@ def too_many_connections(limit: int) -> Refusal:
     return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "overloaded", message)
 
 
+def other_version(version: str) -> Refusal:
+    """Refuse a version of HTTP that this server does not speak."""
+    message = f"HTTP/{version} is not spoken here; HTTP/1.1 and HTTP/1.0 are"
+    return Refusal(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "http_version_not_supported", message)
+
+
 def no_tunnel() -> Refusal:
     """Refuse CONNECT: this server is no proxy."""
     return Refusal(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "CONNECT: Method Not Allowed")
+
+
+def foreign_host(host: str) -> Refusal:
+    """Refuse a name that is not this machine's: a web page may have pointed a name of its own here."""
+    message = f"Host: {shortened(host)!r} is no name of a server on loopback (router.allowed_hosts)"
+    return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
+
+
+def foreign_origin(origin: str) -> Refusal:
+    """Refuse a web page that no setting allows."""
+    message = f"Origin: web pages of {shortened(origin)!r} may not use this server (router.allowed_origins, --allowed-origins)"
+    return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
+
+
+def encoded_body(encoding: str) -> Refusal:
+    """Refuse a compressed body, because its size is known only after work on it."""
+    message = f"Content-Encoding: {shortened(encoding)!r} is not supported; send the body as it is"
+    return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+
+
+def shortened(text: str) -> str:
+    """Return what a client wrote, cut to a length that an error may quote."""
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."

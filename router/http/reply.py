@@ -9,10 +9,12 @@ from pdserve.core.error_table import TABLE
 from pdserve.core.errors import PdserveError
 from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
 from router.api.answer import Report
+from router.api.identity import new_request_id
 from router.api.timeline import report_json, timeline
 from router.http.exchange import Exchange, Headers
 from router.openai.errors import encode_json, error_headers, error_payload
 
+MAX_ID_CHARS: Final = 128  # as of an id that is taken
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
 _IGNORED: Final = b"x-pdserve-ignored-fields"
@@ -37,6 +39,11 @@ class Reply:
         self._failure: FailureEvent = _failure
         self.started = False
         self._ended = False
+
+    def correlate(self, header_id: str | None) -> None:
+        """Set the id that answers carry before the request has its own: that of the client's header, or a new one."""
+        told = (header_id or new_request_id())[:MAX_ID_CHARS]
+        self._headers = [(_CORRELATION_ID, told.encode("latin-1"))]
 
     def name(self, request_id: str, correlation_id: str) -> None:
         """Set the ids that answers carry from now on. A client that gave no id of its own gets the router's id in its place."""

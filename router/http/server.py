@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.http.connections import ConnectionTable
+from router.http.door import Door
 from router.http.protocol import GuardedProtocol
 from router.http.running_calls import RunningCalls
 
@@ -68,8 +69,8 @@ async def start_server(
     sock = await _listen(host, port, limits.stalled_client_s, flag)
     try:
         config = uvicorn.Config(
-            app, http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False,
-            proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+            Door(app, limits, host), http=HttpToolsProtocol, ws="none", lifespan="off", interface="asgi3", log_config=None,
+            access_log=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
         state = ServerState()

@@ -7,10 +7,11 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pdserve.core.errors import PdserveError
+from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.http.body import BodyRefused, read_body, refuse_body
+from router.http.body import BodyRefused, header, read_body, refuse_body
 from router.http.exchange import Exchange, exchange_of
 from router.http.reply import Reply
 from router.http.running_calls import RunningCalls
@@ -32,6 +33,7 @@ class Tokenization:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope, receive, send)
         reply = Reply(exchange)
+        reply.correlate(header(scope, CORRELATION_ID_METADATA))
         try:
             await reply.json(200, await self._answer(scope, receive, exchange))
         except BodyRefused as exc:

@@ -92,6 +92,11 @@ def test_every_flag_reaches_its_setting() -> None:
     assert (engine.block_size, engine.kv_cache_memory) == (8, 64 << 20)
 
 
+@pytest.mark.parametrize("given", ["https://a.example, null", '["https://a.example", "null"]'])
+def test_origins_are_a_list_in_vllms_form_or_with_commas(given: str) -> None:
+    assert parse("--allowed-origins", given).router.allowed_origins == ("https://a.example", "null")
+
+
 def test_port_zero_frees_grpc_as_well_unless_it_is_given() -> None:
     assert parse("--port", "0").router.grpc_port == 0
     assert parse("--port", "0", "--grpc-port", "7").router.grpc_port == 7
@@ -124,6 +129,8 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
     [
         (("up", "--port", "99999"), "--http-port"),
         (("up", "--kv-cache-memory", "lots"), "--kv-cache-memory"),
+        (("up", "--allowed-origins", "[*]"), "--allowed-origins"),
+        (("up", "--allowed-origins", "[1]"), "error: router.allowed_origins"),
         (("up", "--decode", "0"), "--decode"),
         (("up", "--placement", "moon"), "--placement"),
         (("up", "--set", "engine.blok=1"), "error: unknown setting engine.blok"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import datetime
 import math
@@ -66,6 +67,8 @@ def kinds(hint: Any) -> set[type]:
             return {str}
         case (typing.Union | types.UnionType, parts):
             return set().union(*map(kinds, parts))
+        case (builtins.tuple, _):  # files of settings have lists
+            return {list}
         case (origin, _):
             return {float, int} if hint is float else {origin or hint}
 

@@ -37,7 +37,7 @@ async def connect(base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 
 def head(method: str, path: str, **headers: Any) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: test"] + [f"{name.replace('_', '-')}: {v}" for name, v in headers.items()]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost"] + [f"{name.replace('_', '-')}: {v}" for name, v in headers.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

@@ -49,7 +49,7 @@ def brief_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router.http.body, "LINGER_S", 0.1)
 
 
-CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nope"])
@@ -273,7 +273,7 @@ def test_thousands_of_offers_at_once_end_the_connection(caplog: pytest.LogCaptur
         api.gate.clear()
         async with served(api) as base:
             reader, writer = await connect(base)
-            offer = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+            offer = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
             writer.write(post(COMPLETIONS, BODY) + offer * 3000)
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
@@ -296,7 +296,7 @@ def test_a_client_that_offers_http2_is_served_in_http1(split: bool, framing: str
             body = json.dumps({**BODY, "prompt": "hello"}).encode()
             how = b"content-length: %d" % len(body) if framing == "content-length" else b"transfer-encoding: chunked"
             sent = body if framing == "content-length" else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-            start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + OFFER + how + b"\r\n\r\n"
+            start = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + OFFER + how + b"\r\n\r\n"
             for _ in range(2):
                 if split:
                     writer.write(start)
@@ -305,7 +305,7 @@ def test_a_client_that_offers_http2_is_served_in_http1(split: bool, framing: str
                 else:
                     writer.write(start + sent)
                 assert (await read_answer(reader)).status == 200
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + OFFER + b"\r\n" + head("GET", "/"))
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + OFFER + b"\r\n" + head("GET", "/"))
             assert [(await read_answer(reader)).status for _ in range(2)] == [200, 200]
             writer.close()
         assert [request.prompt for request in api.requests] == ["hello", "hello"]
@@ -316,9 +316,9 @@ def test_a_client_that_offers_http2_is_served_in_http1(split: bool, framing: str
 def test_other_offers_are_declined_and_a_tunnel_is_refused() -> None:
     async def run() -> None:
         async with served(FakeApi()) as base:
-            websocket = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+            websocket = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
             assert (await exchange(base, websocket)).status == 200
-            tunnel = await exchange(base, b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n")
+            tunnel = await exchange(base, b"CONNECT example.org:443 HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (tunnel.status, tunnel.error["code"]) == (405, "method_not_allowed")
             garbage = await exchange(base, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")
             assert (garbage.status, garbage.error["type"]) == (400, "invalid_request_error")

@@ -14,6 +14,8 @@ from pdserve.core.settings.chats import ChatConfig
 from pdserve.core.settings.types import NonNegativeInt
 from pdserve.core.slo import SloClass, classes_of
 
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
+_HOST: Final = re.compile(r"\*|[a-z0-9_.-]+")
 _HEADER: Final = re.compile(r"header:[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # a name that HTTP and gRPC both carry
 
 
@@ -21,6 +23,12 @@ _HEADER: Final = re.compile(r"header:[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # a name 
 class ClientConfig(ChatConfig):
     """The part of the router's settings that bounds what one client can do to others."""
 
+    # Web pages of these origins, such as https://chat.example, may use the HTTP ports from a browser. "*" allows all pages, and
+    # "null" those without an origin, such as files. Clients that are no browsers send no origin, and are not concerned.
+    allowed_origins: tuple[str, ...] = ()
+    # Where HTTP listens on loopback, a request must name an IP address, localhost or one of these as its host, without a port.
+    # "*" allows all names. If set, this holds for other addresses as well.
+    allowed_hosts: tuple[str, ...] = ()
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`,
     # `queue_share`, `urgent`, `client` and `max_deadline_s`. Built-in are default, voice, code, chat and batch; what is
     # not set here stays as it is.
@@ -43,6 +51,13 @@ class ClientConfig(ChatConfig):
 
     def check_clients(self) -> None:
         """Check the settings that have more than a type. Raises `ConfigError`."""
+        for name, form, example in (
+            ("allowed_origins", _ORIGIN, "*, null, or a scheme and a host without a path, such as https://chat.example"),
+            ("allowed_hosts", _HOST, "* or a name without a port, such as llm.example"),
+        ):
+            for value in getattr(self, name):
+                if not form.fullmatch(value.lower()):
+                    raise ConfigError(f"router.{name}: each entry must be {example}, got {value!r:.100}")
         if self.default_class not in self.classes():
             raise ConfigError(f"router.default_class {self.default_class!r} is none of {', '.join(self.classes())}")
         if self.fairness_key not in ("address", "connection", "api_key") and not _HEADER.fullmatch(self.fairness_key):

@@ -117,6 +117,8 @@ def _accepted(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType(types=kinds):
             return " or ".join(map(_accepted, kinds))
+        case inspect.VarTupleType(item_type=item):
+            return f"a list of {_accepted(item)}"
         case inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
         case inspect.Metadata(type=size):  # `Bytes`
