@@ -33,6 +33,7 @@ MAX_PIPELINED: Final = 16  # requests behind the one that is being answered; eac
 MAX_BEHIND_BYTES: Final = 256 << 10  # of all these requests together, as much as one read of uvloop
 HEAD_TIMEOUT_S: Final = 30.0
 LINGER_S: Final = 2.0  # as in router.http.body
+MAX_DROPPED_BYTES: Final = 8 << 20  # of what a refused connection still sends; a body may have as many by default
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -40,10 +41,13 @@ class GuardedProtocol(HttpToolsProtocol):
     KiB, may also hold the body before it. `_kept_bytes` counts every byte of the parts of that head that the parser has
     completed."""
 
-    def __init__(self, table: ConnectionTable, **uvicorn: Any) -> None:
+    def __init__(self, table: ConnectionTable, stalled_client_s: float, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._table = table
+        self._stalled_client_s = stalled_client_s
+        self._stalled: asyncio.TimerHandle | None = None
         self._over = False  # the connection is refused, and what still comes is ignored
+        self._dropped_bytes = 0
         self._head_open = True
         self._head_begins = True
         self._head_bytes = 0
@@ -65,13 +69,14 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self._table.admit(self):
             self._arm(HEAD_TIMEOUT_S, self._head_late)
-        else:  # does not linger, because refused connections must not fill the descriptors
-            self._refuse(refusal.too_many_connections(self._table.max_connections), linger=False)
+        else:
+            self._refuse(refusal.too_many_connections(self._table.max_connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the table, drop what waits, and tell the running request that the client is gone."""
         self._table.forget(self)
         self._disarm()
+        self._unset_stalled()
         self._unset_keepalive_if_required()
         self.pipeline.clear()
         if self._running is not None and self._running is not self.cycle:  # uvicorn tells only the last request that came
@@ -90,13 +95,44 @@ class GuardedProtocol(HttpToolsProtocol):
         scope["extensions"] = {EXTENSION: self._exchange}
         super()._start_asgi_task(cycle, app)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Implements `Connection.has_unsent`."""
+        return self.transport.get_write_buffer_size() > 0
+
+    def pause_writing(self) -> None:
+        """Give the client some time to take three quarters of what is buffered, which is 48 KiB. One that reads a byte now and
+        then would otherwise hold its answer for ever."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._stalled_client_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write on, since the client has taken enough."""
+        super().resume_writing()
+        self._unset_stalled()
+
+    def _unset_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End a connection that has had no request for long, also one whose client has not taken its last answer since."""
+        if self.has_unsent:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
     def give_way(self) -> None:
-        """Abort the connection, which waits for a request, in favour of a new one."""
+        """Abort the connection, which waits for a request or has been refused, in favour of a new one."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse what was read, and count it against the bounds of heads and trailers."""
         if self._over:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > MAX_DROPPED_BYTES:
+                self.transport.abort()
             return
         self._body_came = False
         self._feed(data)
@@ -144,6 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin a new request: reset the counts, and bound the time of its head."""
         self._head_open = self._head_begins = True
         self._kept_bytes = self._trailer_bytes = 0
+        self._table.begins(self)
         self._unset_keepalive_if_required()
         self._arm(HEAD_TIMEOUT_S, self._head_late)
         super().on_message_begin()
@@ -223,6 +260,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Wait for the next request, or for the rest of a body that was answered early, for at most `LINGER_S`."""
         super().on_response_complete()
         if self.transport.is_closing():
+            if self.has_unsent:
+                self._arm(self._stalled_client_s, self.transport.abort)
             return
         if self._body_open and self.cycle.response_complete:
             self._arm(LINGER_S, self.transport.abort)
@@ -243,7 +282,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:  # the client has sent nothing of a request
             self.transport.abort()
 
-    def _refuse(self, why: Refusal, *, linger: bool = True) -> None:
+    def _refuse(self, why: Refusal) -> None:
         """Answer and end. What the client still sends is read and dropped for a while, so that it sees the answer and not a
         reset connection."""
         if self._over:
@@ -261,11 +300,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
         self._refresh_date()
         self.transport.write(why.encode(self.server_state.default_headers))
-        if linger:
-            self.transport.write_eof()
-            self._arm(LINGER_S, self.transport.abort)
-        else:
-            self.transport.close()
+        self.transport.write_eof()
+        self._arm(LINGER_S, self.transport.abort)
 
     def _arm(self, delay_s: float, action: Any) -> None:
         self._disarm()

@@ -77,7 +77,7 @@ async def start_server(
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
-            return GuardedProtocol(table, config=config, server_state=state, app_state={}, _loop=loop)
+            return GuardedProtocol(table, limits.stalled_client_s, config=config, server_state=state, app_state={}, _loop=loop)
 
         server = await loop.create_server(protocol, sock=sock, backlog=BACKLOG)
     except BaseException:

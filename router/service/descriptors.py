@@ -43,7 +43,7 @@ def share_of_clients(limit: int, max_connections: int | None) -> int:
     """
     if max_connections is None:
         max_connections = max(MIN_CONNECTIONS, min(MOST_CONNECTIONS, (limit - RESERVED) // 4))
-    share = min(max_connections, (limit - RESERVED) // 2)
+    share = min(max_connections, (limit - RESERVED) * 2 // 5)  # twice, and half of it again, as `share_of_links` says
     if share < MIN_CONNECTIONS:
         raise ConfigError(
             f"RLIMIT_NOFILE of {limit} leaves {max(0, share)} connections for each port of clients besides {RESERVED} "
@@ -60,5 +60,6 @@ def share_of_admins(limit: int) -> int:
 
 
 def share_of_links(limit: int, share_of_clients: int) -> int:
-    """Return how many connections the link port may have: those that the client ports and the admin port leave."""
-    return limit - 2 * share_of_clients - ADMIN_DESCRIPTORS * share_of_admins(limit) - OWN
+    """Return how many connections the link port may have: those that the client ports and the admin port leave. The HTTP port
+    has half of its share again, for connections that are being told that it is full."""
+    return limit - 2 * share_of_clients - share_of_clients // 2 - ADMIN_DESCRIPTORS * share_of_admins(limit) - OWN

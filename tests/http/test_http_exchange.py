@@ -39,6 +39,9 @@ class Writes(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.parts.append(bytes(data))
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closed = True
 
@@ -55,7 +58,7 @@ class Writes(asyncio.Transport):
 async def connection(api: FakeApi) -> tuple[GuardedProtocol, Writes, ServerState]:
     config = uvicorn.Config(build_app(api, api.parser), lifespan="off", log_config=None, access_log=False)
     state = ServerState()
-    protocol = GuardedProtocol(ConnectionTable(9), config=config, server_state=state, app_state={})
+    protocol = GuardedProtocol(ConnectionTable(9), TIMEOUT_S, config=config, server_state=state, app_state={})
     transport = Writes()
     protocol.connection_made(transport)
     return protocol, transport, state

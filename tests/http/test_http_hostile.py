@@ -14,7 +14,6 @@ from raw_http import TIMEOUT_S, Answer, connect, exchange, head, post, read_answ
 import router.http.app
 import router.http.body
 from router.http import protocol
-from router.http.connections import ConnectionTable
 from router.http.upgrade import declined
 from router.parsing.body_budget import FREE_BYTES, BodyBudget
 
@@ -156,72 +155,6 @@ def test_large_bodies_share_a_budget_and_small_ones_get_in_all_the_same(monkeypa
             assert budget.taken_bytes == 0
 
     asyncio.run(run())
-
-
-def test_idle_connections_and_dribbled_heads_make_room_for_who_comes() -> None:
-    async def run() -> None:
-        async with served(FakeApi(), max_connections=16) as base:
-            idle = [await connect(base) for _ in range(40)]
-            for _, writer in idle:
-                if not writer.transport.is_closing():
-                    writer.write(b"GET / HTTP/1.1\r\nx: ")
-            for _ in range(40):
-                assert (await exchange(base, post(COMPLETIONS, BODY))).status == 200
-            for _, writer in idle:
-                writer.close()
-
-    asyncio.run(run())
-
-
-def test_connections_that_all_serve_are_a_503_for_who_comes() -> None:
-    async def run() -> None:
-        api = FakeApi()
-        api.gate.clear()
-        async with served(api, max_connections=16) as base:
-            busy = [await connect(base) for _ in range(16)]
-            for _, writer in busy:
-                writer.write(post(COMPLETIONS, BODY))
-            async with asyncio.timeout(TIMEOUT_S):
-                while len(api.requests) < 16:  # noqa: ASYNC110 - bounded
-                    await asyncio.sleep(0.01)
-            reader, writer = await connect(base)
-            refused = await read_answer(reader)
-            assert (refused.status, refused.headers["connection"], refused.headers["retry-after"]) == (503, "close", "1")
-            assert "16" in refused.error["message"]
-            writer.close()
-            api.gate.set()
-            assert [(await read_answer(reader)).status for reader, _ in busy] == [200] * 16
-            assert (await exchange(base, head("GET", "/health"))).status == 200
-            for _, writer in busy:
-                writer.close()
-
-    asyncio.run(run())
-
-
-class _Place:
-    gave_way = False
-
-    def give_way(self) -> None:
-        self.gave_way = True
-
-
-def test_who_has_waited_longest_goes_and_who_serves_stays() -> None:
-    table = ConnectionTable(3)
-    a, b, c, d, e = (_Place() for _ in range(5))
-    assert all(table.admit(place) for place in (a, b, c))
-    table.serves(a)
-    assert table.admit(d)
-    assert [place.gave_way for place in (a, b, c, d)] == [False, True, False, False]
-    table.waits(c)
-    assert table.admit(e)
-    assert [place.gave_way for place in (c, d)] == [False, True]
-    for place in (c, e):
-        table.serves(place)
-    assert not table.admit(b)
-    table.forget(a)
-    assert table.admit(b)
-    table.waits(a)  # a late word of one that has gone
-    assert len(table) == 3
 
 
 @pytest.mark.parametrize(

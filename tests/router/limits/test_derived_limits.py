@@ -127,4 +127,4 @@ def test_the_ports_together_stay_within_the_descriptors_and_leave_some_for_worke
     assert MIN_CONNECTIONS <= clients <= MOST_CONNECTIONS
     assert admins >= 32
     assert links >= 256
-    assert 2 * clients + ADMIN_DESCRIPTORS * admins + links + OWN <= limit
+    assert 2 * clients + clients // 2 + ADMIN_DESCRIPTORS * admins + links + OWN <= limit
