@@ -225,6 +225,8 @@ class RouterConfig(MetricsConfig):
     # One HTTP body may have so many bytes, and all large bodies that are on their way may have so many together.
     max_body_bytes: Bytes = 8 * MIB
     max_inflight_body_bytes: Bytes = 64 * MIB
+    # All answers that are gathered whole may have so many bytes together, and so may all tokens that clients are slow to take.
+    max_inflight_answer_bytes: Bytes = 256 * MIB
     # Each port for clients accepts so many connections, if RLIMIT_NOFILE allows. None follows the workers' sequences.
     max_connections: Annotated[int, Meta(ge=16)] | None = None
     # A request is cancelled when its client takes nothing for so long.

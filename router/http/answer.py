@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.sampling import FinishReason
@@ -24,6 +24,10 @@ from router.openai.names import renamed
 from router.openai.request import Call, candidate_ids
 from router.openai.tool_chunks import Gathered, tool_chunk
 
+LISTED_BYTES: Final = 24
+"""The JSON of one of the likeliest tokens has at least so many bytes: a number of 17 digits, and a short name in quotes. In a
+chat it has about 70."""
+ID_BYTES: Final = 8  # of a reference in a list; the numbers are shared with the delta that brought them
 T = TypeVar("T")
 
 
@@ -52,6 +56,8 @@ async def _candidates(api: RouterApi, call: Call, reply: Reply) -> None:
     """Answer with the choices of all prompts."""
     generations: list[Generation] = []  # of all candidates, those of a prompt side by side
     try:
+        if not call.stream:
+            _check_size(call, reply.max_gathered_bytes)
         for i, request in enumerate(call.inputs):
             await submit_choices(api, request, candidate_ids(call, i), generations, ranked=call.choices.ranked)
         envelope = Envelope(call, api.model_name)
@@ -62,6 +68,18 @@ async def _candidates(api: RouterApi, call: Call, reply: Reply) -> None:
     finally:
         for generation in generations:
             generation.close()
+
+
+def _check_size(call: Call, max_bytes: int | None) -> None:
+    """Refuse a whole answer that could not be gathered if it became as long as the client allows."""
+    tokens = sum([request.sampling.get("max_tokens") or 0 for request in call.inputs]) * call.choices.best_of
+    listed = max([request.sampling.get("logprobs") or 0 for request in call.inputs])
+    if max_bytes is not None and tokens * listed * LISTED_BYTES > max_bytes:
+        message = (
+            f"of {tokens} tokens in all choices, with {listed} likeliest ones each, would take over {max_bytes} bytes "
+            "(router.max_inflight_answer_bytes); ask for fewer, or for a stream"
+        )
+        raise InvalidRequest(message, field="top_logprobs" if call.chat else "logprobs")
 
 
 async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
@@ -204,10 +222,18 @@ async def _pump(
 
 async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Sequence[Generation], reply: Reply) -> None:
     turn = asyncio.Lock()
-    collected = [_collect(g, _logprobs_of(api, call, i), _view(api, call, i, g), turn) for i, g in enumerate(generations)]
-    outputs = await together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
+    collected = [
+        _collect(g, _logprobs_of(api, call, i), _view(api, call, i, g), turn, reply) for i, g in enumerate(generations)
+    ]
+    told = together([_told(output, g, reply) for output, g in zip(collected, generations, strict=True)])
+    parts = _body(call, envelope, generations, await told)  # nothing else keeps the outputs while the client takes the parts
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body
         reply.served(generations[0].report)
+    await reply.parts(200, parts)
+
+
+def _body(call: Call, envelope: Envelope, generations: Sequence[Generation], outputs: Sequence[_Output]) -> list[bytes]:
+    """Return the parts of the JSON of a whole answer."""
     totals = _usage(call, generations, sum(len(out.ids) for out in outputs))
     returned = _returned(call, outputs)
     told = [outputs[i] for i in returned]
@@ -217,7 +243,7 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
         prompts = [generations[i].prompt_ids for i in returned]
         rest |= add_ids(choices, [out.ids for out in told], prompts, chat=call.chat)
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
-    await reply.encoded(200, with_logprobs(body, [out.logprobs for out in told]))
+    return with_logprobs(body, [out.logprobs for out in told])
 
 
 def _returned(call: Call, outputs: Sequence[_Output]) -> list[int]:
@@ -243,17 +269,17 @@ async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
         prompts = [one.prompt_ids for one in answers for _ in one.outputs]
         rest = add_ids(choices, [out.ids for out in outputs], prompts, chat=call.chat)
     body = encode_json(envelope.wrap(envelope.whole_type, choices=choices, usage=totals, **rest))
-    await reply.encoded(200, with_logprobs(body, [b"null" for _ in outputs]))
+    await reply.parts(200, with_logprobs(body, [b"null" for _ in outputs]))
 
 
 async def _collect(
-    generation: Generation, logprobs: LogprobsFormat | None, view: PromptView | None, turn: asyncio.Lock
+    generation: Generation, logprobs: LogprobsFormat | None, view: PromptView | None, turn: asyncio.Lock, reply: Reply
 ) -> _Output:
     """Gather one choice's output. Log-probabilities are encoded as they come, because those of a long answer take a second
     together.
 
     Only the choice that holds `turn` encodes them, so other calls wait for one piece of this call, and not for one of each of
-    its choices: pieces of 128 prompts take half a second.
+    its choices: pieces of 128 prompts take half a second. The reply counts what is gathered.
     """
     texts: list[str] = [view.text] if view else []
     listed: list[bytes] = []
@@ -266,20 +292,22 @@ async def _collect(
         if view is not None:
             async with turn:
                 for echoed in view.echoed(delta, logprobs):
-                    told.add(echoed or {})
+                    reply.gather(told.add(echoed or {}))
                     await asyncio.sleep(0)
                 for piece in view.listed(delta):
                     listed.append(piece)
+                    reply.gather(len(piece))
                     await asyncio.sleep(0)
             delta, view = view.output(delta), None  # an output that is hidden has one token
         gathered.add(delta)
         texts.append(delta.text)
         ids += delta.ids
+        reply.gather(len(delta.text) + ID_BYTES * len(delta.ids))
         finish_reason = delta.finish_reason
         logprob += sum([one.logprob for one in delta.logprobs])
         if logprobs is not None:
             async with turn:
-                told.add(logprobs.of(delta.ids, delta.logprobs))
+                reply.gather(told.add(logprobs.of(delta.ids, delta.logprobs)))
                 await asyncio.sleep(0)  # lets other tasks run, because buffered deltas come without a pause
     if finish_reason is None:
         raise unfinished(generation)

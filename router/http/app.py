@@ -23,7 +23,7 @@ from router.http.answer import answer
 from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
 from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
-from router.http.exchange import exchange_of
+from router.http.exchange import Exchange, exchange_of
 from router.http.metrics import metrics_route
 from router.http.refusal import shortened
 from router.http.reply import Reply
@@ -74,10 +74,11 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
     info = _Info(api)
     metrics = [metrics_route(api, limits)] if limits.metrics_on_http else []
     budget = BodyBudget(limits.max_inflight_body_bytes)
+    answers = BodyBudget(limits.max_inflight_answer_bytes, "answer", "router.max_inflight_answer_bytes")
     generate = {
-        "/v1/completions": _Generate(api, parser, running, budget, Kind.COMPLETION),
-        "/v1/chat/completions": _Generate(api, parser, running, budget, Kind.CHAT),
-        "/v1/responses": _Generate(api, parser, running, budget, Kind.RESPONSES),
+        "/v1/completions": _Generate(api, parser, running, budget, answers, Kind.COMPLETION),
+        "/v1/chat/completions": _Generate(api, parser, running, budget, answers, Kind.CHAT),
+        "/v1/responses": _Generate(api, parser, running, budget, answers, Kind.RESPONSES),
     }
     tokenization = {
         "/tokenize": Tokenization(api, parser, running, budget, Kind.HTTP_TOKENIZE),
@@ -123,16 +124,28 @@ class Application:
 class _Generate:
     """An ASGI endpoint that runs generations."""
 
-    def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
+    def __init__(
+        self,
+        api: RouterApi,
+        parser: RequestParser,
+        running: RunningCalls,
+        budget: BodyBudget,
+        answers: BodyBudget,
+        kind: Kind,
+    ) -> None:
         self._api = api
         self._parser = parser
         self._running = running
         self._budget = budget
+        self._answers = answers
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope, receive, send)
-        reply = Reply(exchange)
+        with self._answers.share() as owed:
+            await self._serve(scope, receive, exchange, Reply(exchange, owed))
+
+    async def _serve(self, scope: Scope, receive: Receive, exchange: Exchange, reply: Reply) -> None:
         header_id = header(scope, CORRELATION_ID_METADATA)
         reply.correlate(header_id)
         try:

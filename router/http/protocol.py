@@ -12,6 +12,8 @@ stop to read when a further request comes; here such requests are kept, and boun
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import time
 from collections import deque
 from email.utils import formatdate
@@ -104,12 +106,18 @@ class GuardedProtocol(HttpToolsProtocol):
         """Give the client some time to take three quarters of what is buffered, which is 48 KiB. One that reads a byte now and
         then would otherwise hold its answer for ever."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(self._stalled_client_s, self.transport.abort)
+        self._stalled = self.loop.call_later(self._stalled_client_s, self._drop_slow_client)
 
     def resume_writing(self) -> None:
         """Write on, since the client has taken enough."""
         super().resume_writing()
         self._unset_stalled()
+
+    def _drop_slow_client(self) -> None:
+        """Abort the connection. The kernel is told to drop what it still has to send, which may be megabytes."""
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _unset_stalled(self) -> None:
         if self._stalled is not None:
@@ -119,7 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """End a connection that has had no request for long, also one whose client has not taken its last answer since."""
         if self.has_unsent:
-            self.transport.abort()
+            self._drop_slow_client()
         else:
             super().timeout_keep_alive_handler()
 
@@ -261,7 +269,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             if self.has_unsent:
-                self._arm(self._stalled_client_s, self.transport.abort)
+                self._arm(self._stalled_client_s, self._drop_slow_client)
             return
         if self._body_open and self.cycle.response_complete:
             self._arm(LINGER_S, self.transport.abort)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from pdserve.core.error_table import TABLE
@@ -13,7 +13,11 @@ from router.api.identity import new_request_id
 from router.api.timeline import report_json, timeline
 from router.http.exchange import Exchange, Headers
 from router.openai.errors import encode_json, error_headers, error_payload
+from router.parsing.body_budget import BodyShare
 
+PIECE_BYTES: Final = 64 << 10
+"""A long body is written in such pieces, each after the client has taken most of the one before: a transport asks its writer to
+wait when it holds more than that."""
 MAX_ID_CHARS: Final = 128  # as of an id that is taken
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
@@ -32,8 +36,11 @@ class Reply:
     """Writes one answer. The task of its request owns it. `fail` may be called at any moment, because it knows whether a stream
     is open."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, owed: BodyShare | None = None) -> None:
+        """`owed` is the share of an answer that is gathered before it is sent. None: the answer is small."""
         self._exchange = exchange
+        self._owed = owed
+        self._gathered_bytes = 0
         self._headers: Headers = []
         self._report: Report | None = None
         self._failure: FailureEvent = _failure
@@ -56,6 +63,18 @@ class Reply:
         """Set the names of the fields that were left out, as the value of a header."""
         self._headers = [*self._headers, (_IGNORED, names)]
 
+    def gather(self, length: int) -> None:
+        """Count further bytes of an answer that is gathered before it is sent. Raises `Overloaded` or `RequestTooLarge` when
+        gathered answers take too much memory."""
+        self._gathered_bytes += length
+        if self._owed is not None:
+            self._owed.grow(self._gathered_bytes)
+
+    @property
+    def max_gathered_bytes(self) -> int | None:
+        """An answer that is gathered may have so many bytes. None: there is no limit."""
+        return None if self._owed is None else self._owed.max_bytes
+
     def served(self, report: Report) -> None:
         """Set the report of the request. The answer or the error that follows carries it."""
         self._report = report
@@ -71,7 +90,27 @@ class Reply:
 
     async def encoded(self, status: int, body: bytes, headers: Headers | None = None, *, more: bool = False) -> None:
         """Answer with a body that is JSON already, otherwise like `json`."""
-        own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._whole(status, len(body), body, headers, more=more)
+
+    async def parts(self, status: int, parts: list[bytes]) -> None:
+        """Answer with the parts of a body that is JSON already. The list is emptied as the client takes it, so a client that
+        reads slowly holds little more than what it has still to take."""
+        left = sum(map(len, parts))
+        if left <= PIECE_BYTES:
+            await self.encoded(status, b"".join(parts))
+            return
+        for piece in _pieces(parts):
+            left_after = left - len(piece)
+            if not self.started:
+                await self._whole(status, left, piece, more=True)
+            elif left_after:
+                await self._exchange.write(piece, more=True)
+            else:
+                await self._last(piece)
+            left = left_after
+
+    async def _whole(self, status: int, length: int, body: bytes, headers: Headers | None = None, *, more: bool) -> None:
+        own = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         told = [(_TIMELINE, timeline(self._report))] if self._report else []
         await self._start(status, own + told + (headers or []), body, more=more)
 
@@ -117,6 +156,21 @@ class Reply:
     async def _last(self, data: bytes) -> None:
         self._ended = True
         await self._exchange.write(data, more=False)
+
+
+def _pieces(parts: list[bytes]) -> Iterator[bytes]:
+    """Take the parts from the list and yield their bytes in pieces of nearly one size."""
+    parts.reverse()
+    piece = bytearray()
+    while parts:
+        part = parts.pop()
+        for start in range(0, len(part), PIECE_BYTES):
+            piece += part[start : start + PIECE_BYTES]
+            if len(piece) >= PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
 
 
 def _failure(error: PdserveError, report: Report | None) -> bytes:

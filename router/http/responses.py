@@ -80,10 +80,10 @@ async def _stream(generation: Generation, output: _Output, reply: Reply) -> None
 
 async def _whole(generation: Generation, output: _Output, reply: Reply) -> None:
     async for delta in generation:
-        output.events(delta)
+        reply.gather(len(output.events(delta)))
         if delta.finish_reason:
             reply.served(generation.report)
-            await reply.encoded(200, output.writer.whole(delta.finish_reason, generation.report))
+            await reply.parts(200, [output.writer.whole(delta.finish_reason, generation.report)])
             return
         if output.logprobs:
             await asyncio.sleep(0)  # as above

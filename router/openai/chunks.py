@@ -83,15 +83,15 @@ class Envelope:
         return event(self.wrap(self.chunk_type, choices=[], usage=totals, **extension(reports)))
 
 
-def with_logprobs(body: bytes, logprobs: list[bytes]) -> bytes:
-    """Return the encoded answer with each mark replaced by the JSON of its choice, in order. No text of a model can hold the
-    name of a mark, because quotes in a string are escaped."""
+def with_logprobs(body: bytes, logprobs: list[bytes]) -> list[bytes]:
+    """Return the parts of the encoded answer with each mark replaced by the JSON of its choice, in order. No text of a model
+    can hold the name of a mark, because quotes in a string are escaped."""
     parts = body.split(_LOGPROBS_PLACE)
     assert len(parts) == len(logprobs) + 1
     joined = [parts[0]]
     for told, part in zip(logprobs, parts[1:], strict=True):
         joined += (b'"logprobs":', told, part)
-    return b"".join(joined)
+    return joined
 
 
 def add_ids(

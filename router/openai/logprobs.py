@@ -22,15 +22,20 @@ class JoinedLists:
         self._parts: dict[str, list[bytes]] = {}
         self._fixed: dict[str, bytes] = {}
 
-    def add(self, told: dict[str, Any]) -> None:
-        """Append the lists of one object. Fields that are not lists keep their last value."""
+    def add(self, told: dict[str, Any]) -> int:
+        """Append the lists of one object, and return how many bytes they take. Fields that are not lists keep their last
+        value."""
+        length = 0
         for name, value in told.items():
             if not isinstance(value, list):
                 self._fixed[name] = encode_json(value)
             elif value:
-                self._parts.setdefault(name, []).append(encode_json(value)[1:-1])
+                part = encode_json(value)[1:-1]
+                self._parts.setdefault(name, []).append(part)
+                length += len(part)
             else:
                 self._parts.setdefault(name, [])
+        return length
 
     def encode(self) -> bytes:
         """Return the joined object as JSON. It is `null` if nothing was added."""

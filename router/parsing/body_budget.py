@@ -1,4 +1,5 @@
-"""The memory that the bodies of all large requests in progress may take together. Owner: one front end."""
+"""The memory that the bodies of all large requests in progress may take together, or those of all large answers. Owner: one
+front end."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from pdserve.core.errors import Overloaded
+from pdserve.core.errors import Overloaded, RequestTooLarge
 
 FREE_BYTES: Final = 64 << 10
 """The first bytes of each body are not counted. A connection buffers as many anyway, and small requests get in however many
@@ -17,8 +18,11 @@ RETRY_AFTER_S: Final = 1.0
 class BodyBudget:
     """Counts the bytes that large bodies have taken, at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, what: str = "body", setting: str = "router.max_inflight_body_bytes") -> None:
+        """`what` and `setting` name the bodies and the limit in errors."""
         self.max_bytes = max_bytes
+        self.what = what
+        self.setting = setting
         self.taken_bytes = 0
 
     @contextmanager
@@ -38,16 +42,23 @@ class BodyShare:
         self._budget = budget
         self.taken_bytes = 0
 
+    @property
+    def max_bytes(self) -> int:
+        """The bytes that all bodies of the budget may take together."""
+        return self._budget.max_bytes
+
     def grow(self, length: int) -> None:
         """Take bytes for a body that has `length` bytes, or declares them. Raises `Overloaded` when the budget has no room for
-        them."""
+        them, and `RequestTooLarge` when it would have none if it were empty."""
         more = max(0, length - FREE_BYTES) - self.taken_bytes
         if more <= 0:
             return
-        limit = self._budget.max_bytes
+        limit, what, setting = self._budget.max_bytes, self._budget.what, self._budget.setting
+        if self.taken_bytes + more > limit:
+            raise RequestTooLarge(f"{what}: is over the limit of {limit} bytes for all in progress ({setting})", field=what)
         if self._budget.taken_bytes + more > limit:
             raise Overloaded(
-                f"body: large bodies in progress reach the limit of {limit} bytes (router.max_inflight_body_bytes)",
+                f"{what}: large ones in progress reach the limit of {limit} bytes ({setting})",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._budget.taken_bytes += more

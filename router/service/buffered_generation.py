@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Report
 
+DELTA_BYTES: Final = 320  # of a delta with its text and one id, as CPython 3.11 counts
+LISTED_BYTES: Final = 112  # of a likeliest token: a tuple of two, a float, an int and the reference
 MAX_JOINED: Final = 256
 """At most this many deltas become one."""
 
@@ -184,8 +186,19 @@ class BufferedGeneration:
             self._stalled_since_s = now_s
         return now_s - self._stalled_since_s >= limit_s
 
+    @property
+    def owed_bytes(self) -> int:
+        """The tokens that the client has yet to take hold about so much memory. All deltas of a request have as many likeliest
+        tokens."""
+        if not self._buffer:
+            return 0
+        first, last = self._buffer[0], self._buffer[-1]
+        listed = sum(len(one.top) for one in last.logprobs)
+        scored = sum(len(one.top) for one in first.prompt_logprobs)
+        return len(self._buffer) * (DELTA_BYTES + listed * LISTED_BYTES) + scored * LISTED_BYTES
+
     def drop_client(self, error: Cancelled) -> None:
-        """End the request for a client that took nothing for too long. What the client did not take is dropped."""
+        """End the request for a client that takes too little. What the client did not take is dropped."""
         self._buffer.clear()
         self.dropped = self._error = error
         self._ended = True
@@ -203,3 +216,23 @@ class BufferedGeneration:
         if self._released is not None:
             released, self._released = self._released, None
             released(self)
+
+
+def slow_clients(
+    generations: Iterable[BufferedGeneration], now_s: float, stalled_s: float, max_bytes: int
+) -> dict[BufferedGeneration, str]:
+    """Return the generations whose clients are to be dropped, with the reasons: those that took nothing for `stalled_s`, and,
+    if clients leave more than `max_bytes` untaken together, those that leave the most. Each tick calls this once."""
+    slow = {
+        one: f"the client took nothing for {stalled_s:g} s" for one in generations if one.stalls(now_s=now_s, limit_s=stalled_s)
+    }
+    owed_bytes = {one: owed for one in generations if (owed := one.owed_bytes)}
+    total_bytes = sum(owed_bytes.values())
+    for one in sorted(owed_bytes, key=owed_bytes.__getitem__, reverse=True) if total_bytes > max_bytes else ():
+        if total_bytes <= max_bytes:
+            break
+        total_bytes -= owed_bytes[one]
+        slow.setdefault(
+            one, f"the client is too slow: {max_bytes} bytes wait for all clients (router.max_inflight_answer_bytes)"
+        )
+    return slow

@@ -35,7 +35,7 @@ from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.bound_limits import BoundLimits
-from router.service.buffered_generation import BufferedGeneration, Deliveries
+from router.service.buffered_generation import BufferedGeneration, Deliveries, slow_clients
 from router.service.chats import Chats, tools_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
@@ -95,6 +95,7 @@ class RouterService:
         apart = config.placement == Placement.DISAGGREGATED.value
         self._needed_roles = (Role.DECODE, Role.PREFILL) if apart else (Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
+        self._max_owed_bytes = config.max_inflight_answer_bytes
         self._clock = clock
         self._started_s = clock()
         self._notes = notes
@@ -445,7 +446,7 @@ class RouterService:
             if not late:
                 self._tick(late_s)
                 late_s = 0.0
-                self._drop_stalled_clients()
+                self._drop_slow_clients()
             if turn % CHECK_TICKS == 0 and self._core.num_requests <= CHECK_MAX_REQUESTS:
                 self._check_books()
 
@@ -473,11 +474,11 @@ class RouterService:
     async def _wait_busy(self, timeout_s: float) -> None:
         await _wait_set(self._busy, timeout_s)
 
-    def _drop_stalled_clients(self) -> None:
-        now_s, limit_s = self._clock(), self._stalled_client_s
-        for generation in [g for g in self._open if g.stalls(now_s=now_s, limit_s=limit_s)]:
-            logger.warning("request %s: its client took nothing for %.1f s", generation.request_id, limit_s)
-            generation.drop_client(Cancelled(f"the client took nothing for {limit_s:g} s"))
+    def _drop_slow_clients(self) -> None:
+        slow = slow_clients(self._open, self._clock(), self._stalled_client_s, self._max_owed_bytes)
+        for generation, why in slow.items():
+            logger.warning("request %s: %s", generation.request_id, why)
+            generation.drop_client(Cancelled(why))
 
     def _note_ready(self) -> None:
         ready = self.ready

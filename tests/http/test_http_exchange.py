@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from typing import Any
 
 import pytest
@@ -31,8 +33,8 @@ TIMEOUT_S = 60.0
 class Writes(asyncio.Transport):
     """A transport that keeps what is written to it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        super().__init__(extra)
         self.parts: list[bytes] = []
         self.closed = False
 
@@ -55,11 +57,13 @@ class Writes(asyncio.Transport):
         """Nothing is read."""
 
 
-async def connection(api: FakeApi) -> tuple[GuardedProtocol, Writes, ServerState]:
+async def connection(
+    api: FakeApi, stalled_s: float = TIMEOUT_S, transport: Writes | None = None
+) -> tuple[GuardedProtocol, Writes, ServerState]:
     config = uvicorn.Config(build_app(api, api.parser), lifespan="off", log_config=None, access_log=False)
     state = ServerState()
-    protocol = GuardedProtocol(ConnectionTable(9), TIMEOUT_S, config=config, server_state=state, app_state={})
-    transport = Writes()
+    protocol = GuardedProtocol(ConnectionTable(9), stalled_s, config=config, server_state=state, app_state={})
+    transport = transport or Writes()
     protocol.connection_made(transport)
     return protocol, transport, state
 
@@ -103,6 +107,42 @@ def test_a_client_that_takes_nothing_holds_its_answer_up() -> None:
         await ended(state)
         assert len(transport.parts) == 5
         protocol.connection_lost(None)
+
+    asyncio.run(run())
+
+
+class Slow(Writes):
+    """Its client never takes enough of the first part that `resume_writing` would be called."""
+
+    protocol: GuardedProtocol
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        if len(self.parts) == 1:
+            self.protocol.pause_writing()
+
+    def abort(self) -> None:
+        self.closed = True
+        self.protocol.connection_lost(ConnectionResetError())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_reads_a_byte_now_and_then_kept_its_answer_in_the_router(stream: bool) -> None:
+    """The kernel ends a connection whose client takes nothing at all, and such a client takes something."""
+
+    async def run() -> None:
+        api = FakeApi(words=("a" * 100_000,) * 50)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            transport = Slow({"socket": ours})
+            protocol, _, state = await connection(api, 0.05, transport)
+            transport.protocol = protocol
+            protocol.data_received(post(COMPLETIONS, {**BODY, "max_tokens": 50, "stream": stream}))
+            await ended(state)
+            assert transport.closed
+            assert len(transport.parts) == 1
+            assert len(transport.parts[0]) < 200_000
+            assert struct.unpack("ii", ours.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8)) == (1, 0)
 
     asyncio.run(run())
 

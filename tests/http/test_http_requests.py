@@ -17,6 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
 from router.api.request import ChatMessage
 from router.http.answer import answer
+from router.http.reply import Reply
 from router.openai.body import ChatBody, CompletionBody
 from router.openai.request import ClassHeaders, parse_chat, parse_completion
 from router.openai.unsupported import neutral_values
@@ -41,7 +42,7 @@ def chat(**fields: Any) -> Any:
 async def asked(call: Any, error: InvalidRequest) -> InvalidRequest:
     """Return the error of a call that the router refuses with `error`."""
     with pytest.raises(InvalidRequest) as caught:
-        await answer(FakeApi(error=error), call, cast(Any, None))
+        await answer(FakeApi(error=error), call, Reply(cast(Any, None)))
     return caught.value
 
 

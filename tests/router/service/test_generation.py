@@ -11,7 +11,7 @@ from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason, Placement
 from router.api.answer import Delta, Report
-from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries
+from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries, slow_clients
 
 LIMIT_S = 30.0
 REPORT = Report(Placement.COLOCATED, "auto", 1, 1)
@@ -118,6 +118,29 @@ def test_what_a_taker_leaves_behind_goes_to_the_task() -> None:
             generation.push(Delta(index, (index,), "a", None))
         assert (await waiting).ids == (MAX_JOINED,)
         assert [len(delta.ids) for delta in took] == [MAX_JOINED]
+
+    asyncio.run(story())
+
+
+def test_slow_clients_together_kept_any_number_of_tokens_in_the_router() -> None:
+    """Each of them took something now and then. Those go that have most to take, until the others fit."""
+
+    async def story() -> None:
+        slow = [BufferedGeneration(str(index), (1,), lambda _: None) for index in range(4)]
+        told = TokenLogprobs(-0.5, tuple((token, -1.0) for token in range(20)))
+        for index, generation in enumerate(slow[:3]):
+            for at in range(10 * (index + 1)):
+                generation.push(Delta(at, (at,), "a", None, (told,)))
+        owed = [generation.owed_bytes for generation in slow]
+        assert (owed[1], owed[2], owed[3]) == (2 * owed[0], 3 * owed[0], 0)
+        assert not slow_clients(slow, 0.0, LIMIT_S, sum(owed))
+        dropped = slow_clients(slow, 0.0, LIMIT_S, sum(owed) - 1)
+        assert list(dropped) == [slow[2]]
+        assert "router.max_inflight_answer_bytes" in dropped[slow[2]]
+        assert list(slow_clients(slow, LIMIT_S, LIMIT_S, owed[0])) == slow[:3]  # these took nothing for so long
+        for generation in slow[1:]:
+            generation.drop_client(Cancelled("slow"))
+        assert not slow_clients(slow, LIMIT_S - 1, LIMIT_S, owed[0])
 
     asyncio.run(story())
 
