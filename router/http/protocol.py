@@ -12,6 +12,7 @@ stop to read when a further request comes; here such requests are kept, and boun
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 import time
@@ -26,6 +27,8 @@ from router.http import refusal, upgrade
 from router.http.connections import ConnectionTable
 from router.http.exchange import EXTENSION, ConnectionExchange
 from router.http.refusal import Refusal
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 64 << 10  # the limit of h11, uvicorn's other parser
 MAX_HEADERS: Final = 100  # Apache's LimitRequestFields, and h2o's and Go's order of magnitude
@@ -115,6 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _drop_slow_client(self) -> None:
         """Abort the connection. The kernel is told to drop what it still has to send, which may be megabytes."""
+        logger.warning("a client took too little of its answer for %.1f s, and was dropped", self._stalled_client_s)
         sock = self.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
