@@ -146,7 +146,7 @@ class FakeApi:
             return self.words[token_id].encode()
         return "ö".encode()[:1] if token_id == len(self.words) else b""
 
-    def text_of(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int], *, after: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     @property

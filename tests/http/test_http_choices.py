@@ -275,7 +275,7 @@ class Scored(FakeApi):
             generation.prompt_ids = request.prompt  # type: ignore[assignment]
         return generation
 
-    def text_of(self, ids: Any) -> str:
+    def text_of(self, ids: Any, *, after: Any) -> str:
         return "".join(WORDS[i] for i in ids if i)
 
 
