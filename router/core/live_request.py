@@ -146,6 +146,8 @@ class LiveRequest:
     """The attempts that have failed by a fault of the request or of a worker."""
     deaths: tuple[Death, ...] = ()
     """The workers that died while the request was running there, since it was last cleared."""
+    forgiven: int = 0
+    """The number of deaths that were none, as the same process came back, since the request was last cleared."""
     convicted: bool = False
     """The last of these workers computed nothing else that was suspected."""
     cleared: bool = False

@@ -118,8 +118,8 @@ class Recovery:
             self.doubt_pair(work.request, now_s)
         self._health.failed(work, error, now_s)
         worker = self._requests.drop(work)
-        if worker is not None and work.role is Role.PREFILL and work.request.lease is not None:
-            yield SendCancel(work.link, work.handle)  # its lease waits for this
+        if worker is not None and work.role is Role.PREFILL:
+            yield SendCancel(work.link, work.handle)  # its lease waits for this, also one that was granted and never told
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
             worker.touch()

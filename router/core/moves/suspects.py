@@ -9,7 +9,8 @@ worker dies in its trial fails with `PoisonRequest`: nobody else can have been t
 
 Whoever restarts the workers is told which deaths followed the first one of a poison request, and counts them not.
 
-A worker whose link broke and that dials again as the same process has not died, and its requests are forgiven.
+A worker whose link broke and that dials again as the same process has not died, and its requests are forgiven. That has a
+limit, since a request may also break links without an end of a process, for instance by an answer that cannot be read.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ TRIAL_SHARE: Final = 4
 """At most one of so many serving decode workers is on trial at a time, or one if there are fewer."""
 MAX_POISONED: Final = 100
 """So many deaths by poison requests are remembered, which whoever restarts the workers asks for once a second."""
+MAX_FORGIVEN: Final = 16
+"""So many losses of workers that came back are forgiven to a request. Load and networks break links without its doing, but
+one that breaks them itself would be replayed for ever, and would take all companions with it each time."""
 _READS: Final = (WorkState.ATTACHED, WorkState.COMMITTED)
 
 
@@ -75,9 +79,11 @@ class Suspects:
             self._by_death[died.incarnation] = running
 
     def came_back(self, incarnation: Incarnation) -> None:
-        """Forgive the requests of a worker that has not died: the same process has dialled again."""
+        """Forgive the requests of a worker that has not died: the same process has dialled again. Each is forgiven
+        `MAX_FORGIVEN` times."""
         for request in self._by_death.pop(incarnation, ()):
-            if not request.machine.terminal:
+            if not request.machine.terminal and request.forgiven < MAX_FORGIVEN:
+                request.forgiven += 1
                 request.deaths = tuple(death for death in request.deaths if death.incarnation != incarnation)
                 if not request.suspect and self._requests.waiting.is_alone(request):
                     self._requests.stop_waiting(request)
@@ -117,7 +123,7 @@ class Suspects:
 
     def _clear(self, request: LiveRequest, now_s: float) -> None:
         self._trials.remove(request)
-        request.deaths, request.cleared = (), True
+        request.deaths, request.cleared, request.forgiven = (), True, 0
         self._requests.end_trial(request)
         request.story.note(now_s, StoryKind.CLEARED)
 

@@ -10,7 +10,7 @@ from pdserve.core.errors import DeadlineExceeded, KvCorrupt, KvRotted, LeaseGone
 from pdserve.core.ids import RequestId
 from pdserve.core.worker import Role
 from router.core import events as ev
-from tests.router.core.recovery.stages import busy, decoding, finish, in_handoff, pools, prefilling, sent
+from tests.router.core.recovery.stages import busy, decoding, finish, in_handoff, pools, prefill_sent, prefilling, sent
 from tests.router.core_peers import Stage
 
 
@@ -134,11 +134,13 @@ def test_logits_that_are_numbers_at_the_second_try_cost_a_client_nothing() -> No
     stage.assert_empty()
 
 
-def test_a_lender_that_failed_is_told_when_its_lease_may_end() -> None:
-    """The lender keeps the lease until the router has heard why, so that the reader cannot tell of its loss before."""
+@pytest.mark.parametrize("reach", [prefilling, prefill_sent])
+def test_a_lender_that_failed_is_told_when_its_lease_may_end(reach: Callable[[Stage], None]) -> None:
+    """The lender keeps the lease until the router has heard why, so that the reader cannot tell of its loss before. It may have
+    failed between the grant of a lease and its word of it."""
     stage = pools()
     outcome = stage.submit("r", max_tokens=8)
-    prefilling(stage)
+    reach(stage)
     prefill = busy(stage, Role.PREFILL)
     (handle,) = prefill.jobs
     stage.tell(ev.RequestFailed(prefill.link, handle, NumericalError("no numbers")))

@@ -14,7 +14,7 @@ from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.live_request import LiveRequest
 from router.core.moves import suspects
-from router.core.moves.suspects import TRIAL_TOKENS, Suspects
+from router.core.moves.suspects import MAX_FORGIVEN, TRIAL_TOKENS, Suspects
 from router.core.requests import Requests
 from tests.router.core_peers import Outcome, Peer, Stage
 
@@ -24,11 +24,13 @@ DEADLY = 20
 
 
 class Cluster:
-    """Workers that die of a request named poison, and are started again at once under the same name."""
+    """Workers that die of a request named poison, and are started again at once under the same name. With `lives` their links
+    break, and the same processes dial again."""
 
-    def __init__(self, decode: int, seqs: int, *, prefill: int = 0, deadly: int = DEADLY) -> None:
+    def __init__(self, decode: int, seqs: int, *, prefill: int = 0, deadly: int = DEADLY, lives: bool = False) -> None:
         self.stage = Stage(recovery_wait_s=20.0)
         self.deadly = deadly
+        self.lives = lives
         self.deaths: list[str] = []
         for n in range(prefill):
             self.join(f"prefill-{n}", Role.PREFILL, 64)
@@ -47,8 +49,8 @@ class Cluster:
             if peer.link in stage.peers:
                 if any(self.kills(job.work.request_id, job.next_index) and job.runs for job in peer.jobs.values()):
                     self.deaths.append(str(peer.hello.worker_id))
-                    assert len(self.deaths) <= 6, "it ends one worker after the other"
-                    self.restart(peer)
+                    assert len(self.deaths) <= 6 + self.lives * MAX_FORGIVEN, "it ends one worker after the other"
+                    self.restart(peer, **({"incarnation": peer.hello.incarnation} if self.lives else {}))
                 else:
                     peer.progress()
                     stage.deliver(peer, len(peer.upward))
@@ -135,6 +137,18 @@ def test_a_worker_that_dials_again_as_the_same_process_has_not_died() -> None:
         assert not any(r.deaths for r in cluster.stage.core.requests.of_clients())
     cluster.run(outcomes, 2 * TOKENS)
     served(outcomes)
+    cluster.stage.assert_empty()
+
+
+def test_a_request_that_breaks_the_links_of_workers_that_live_is_not_replayed_for_ever() -> None:
+    """Each loss of a worker was forgiven as it dialled again, so one request broke links until its deadline."""
+    cluster = Cluster(4, 16, prefill=1, lives=True)
+    others = [cluster.submit(f"r{n}") for n in range(11)]
+    poison = cluster.submit("poison")
+    cluster.run([*others, poison], 3000)
+    assert poison.ended == ["poison_request"]
+    assert len(cluster.deaths) == MAX_FORGIVEN + 3
+    served(others)
     cluster.stage.assert_empty()
 
 
