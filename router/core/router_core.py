@@ -311,7 +311,8 @@ class RouterCore:
             return
         before = self.registry.find(hello.worker_id)
         if before is not None:
-            yield from self._lose(before, ReplicaLost(f"worker {hello.worker_id} dialled again"), now_s, close=True)
+            again, lives = ReplicaLost(f"worker {hello.worker_id} dialled again"), before.hello.incarnation == hello.incarnation
+            yield from self._lose(before, again, now_s, close=True, lives=lives)
         worker = self.registry.join(event.link, hello, now_s=now_s)
         self.health.joined(worker, now_s)
         self.suspects.came_back(hello.incarnation)
@@ -348,9 +349,12 @@ class RouterCore:
             error = ReplicaLost(f"{worker.name} gave itself up: {event.message}")
             yield from self._lose(worker, error, now_s, close=True)
 
-    def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool) -> Effects:
+    def _lose(self, worker: Worker, error: ReplicaLost, now_s: float, *, close: bool, lives: bool = False) -> Effects:
         self.registry.leave(worker.link)
-        self.suspects.worker_died(worker)
+        if lives:
+            self.suspects.link_broke(worker)
+        else:
+            self.suspects.worker_died(worker)
         self.prefix_index.leave(worker.link)
         self.health.left(worker, now_s)
         self._derived.leave(worker.hello)

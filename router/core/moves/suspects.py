@@ -64,11 +64,16 @@ class Suspects:
         """The deaths that followed the first one of a poison request. They say nothing about their workers."""
 
     def worker_died(self, worker: Worker) -> None:
-        """Note the death of a worker for the requests that were running there. A worker that drains is expected to leave."""
-        if worker.draining:
-            return
+        """Note the death of a worker for the requests that were running there."""
+        self._note_death(worker, _running(worker))
+
+    def link_broke(self, worker: Worker) -> None:
+        """Note the loss of a worker that has dialled again before its old link was lost, so nobody died. Requests that have
+        been forgiven too often take it for a death."""
+        self._note_death(worker, [request for request in _running(worker) if not _forgiven(request)])
+
+    def _note_death(self, worker: Worker, running: list[LiveRequest]) -> None:
         died = Death(worker.hello.worker_id, worker.hello.incarnation, worker.hello.pid)
-        running = [work.request for work in worker.work.values() if work.request.probe is None and _runs(work)]
         for request in running:
             request.deaths += (died,)
             request.cleared = False
@@ -82,8 +87,7 @@ class Suspects:
         """Forgive the requests of a worker that has not died: the same process has dialled again. Each is forgiven
         `MAX_FORGIVEN` times."""
         for request in self._by_death.pop(incarnation, ()):
-            if not request.machine.terminal and request.forgiven < MAX_FORGIVEN:
-                request.forgiven += 1
+            if not request.machine.terminal and _forgiven(request):
                 request.deaths = tuple(death for death in request.deaths if death.incarnation != incarnation)
                 if not request.suspect and self._requests.waiting.is_alone(request):
                     self._requests.stop_waiting(request)
@@ -195,6 +199,21 @@ def poison(request: LiveRequest, why: str) -> PoisonRequest:
         f"{len(request.deaths)} workers died while they computed this request ({workers}); {why}. It is not tried again, and "
         "should not be sent again before an operator knows why they died"
     )
+
+
+def _running(worker: Worker) -> list[LiveRequest]:
+    """Return the requests of clients that run on a worker. One that drains is expected to leave, so none counts there."""
+    if worker.draining:
+        return []
+    return [work.request for work in worker.work.values() if work.request.probe is None and _runs(work)]
+
+
+def _forgiven(request: LiveRequest) -> bool:
+    """Forgive a request the loss of a worker that lives. False: it has been forgiven `MAX_FORGIVEN` times."""
+    if request.forgiven >= MAX_FORGIVEN:
+        return False
+    request.forgiven += 1
+    return True
 
 
 def _harmless(work: RemoteWork) -> bool:

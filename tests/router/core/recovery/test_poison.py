@@ -175,6 +175,23 @@ def test_a_request_that_is_forgiven_during_its_trial_is_not_convicted_by_the_nex
     cluster.stage.assert_empty()
 
 
+def test_a_worker_that_dials_again_before_its_link_is_lost_convicts_nobody() -> None:
+    """A worker that gives its own link up dials again at once, mostly before the router has missed it."""
+    cluster = Cluster(3, 16)
+    outcome = cluster.submit("r")
+    (request,) = cluster.stage.core.requests.of_clients()
+    while request.trial_from is None:
+        cluster.step()
+        if request.emitted and len(request.deaths) < 2:
+            cluster.restart(next(peer for peer in cluster.stage.peers.values() if peer.jobs))
+    peer = next(peer for peer in cluster.stage.peers.values() if peer.jobs)
+    cluster.join(str(peer.hello.worker_id), Role.DECODE, 16, incarnation=peer.hello.incarnation)
+    assert len(request.deaths) == 2
+    cluster.run([outcome], 4 * TOKENS)
+    served([outcome])
+    cluster.stage.assert_empty()
+
+
 def test_a_worker_that_drains_and_ends_with_work_has_not_died_of_it() -> None:
     cluster = Cluster(1, 16)
     outcome = cluster.submit("r")
