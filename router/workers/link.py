@@ -259,7 +259,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         self._links[link.link_id] = link
         replaced = link.replace_stream()
         async with link.streams:
-            await self._serve(link, context, replaced, lambda: self._deliver(ev.WorkerJoined(link.link_id, hello)))
+            broke = await self._serve(link, context, replaced, lambda: self._deliver(ev.WorkerJoined(link.link_id, hello)))
+        await self._tell_end(link, context, broke)
 
     async def _resume(self, first: link_pb2.WorkerMessage, context: Any) -> None:
         """Go on with a link whose stream broke, from where each side stopped. The core hears nothing of it."""
@@ -286,7 +287,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
                 link.outbound.again(first.received)
             except ReplicaLost as exc:
                 link.close(exc)
-            await self._serve(link, context, replaced, lambda: self._go_on(link), self._resumed(link))
+            broke = await self._serve(link, context, replaced, lambda: self._go_on(link), self._resumed(link))
+        await self._tell_end(link, context, broke)
 
     def _go_on(self, link: Link) -> None:
         logger.info("link %d: %s goes on with a new stream", link.link_id, link.worker)
@@ -303,8 +305,8 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         replaced: asyncio.Event,
         begin: Callable[[], None],
         first: link_pb2.RouterMessage | None = None,
-    ) -> None:
-        """Serve one stream of a link. Then the link ends, or waits for the worker's return."""
+    ) -> str:
+        """Serve one stream of a link. Then the link ends, or waits for the worker's return. Return why the stream ended."""
         loop = asyncio.get_running_loop()
         broke = "the worker hung up or died"
         try:
@@ -322,7 +324,11 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             link.close(exc)
         finally:  # a lost connection cancels this call
             self._leave(link, loop, replaced, broke)
+        return broke
 
+    async def _tell_end(self, link: Link, context: Any, broke: str) -> None:
+        """Write the status of a stream that has ended. The next one does not wait for that: a status stands behind what the
+        worker's side has not read, which may be for as long as a dead connection lasts."""
         if link.error is not None:
             await status.abort(context, link.error)
         if link.outlives_stream:

@@ -29,15 +29,24 @@ class Call:
         self.to_read = asyncio.Queue[Any]()
         self.to_read.put_nowait(first)
         self.written: list[str | None] = []
-        self.aborts = asyncio.Event()
+        self.ends = asyncio.Event()
         self.may_end = asyncio.Event()
+        """A read that is cancelled does not end before this."""
+        self.aborts = asyncio.Event()
+        self.may_tell = asyncio.Event()
         """The status of the call is not written before this."""
+        self.may_tell.set()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
     async def read(self) -> Any:
-        return await self.to_read.get()
+        try:
+            return await self.to_read.get()
+        except asyncio.CancelledError:
+            self.ends.set()
+            await self.may_end.wait()
+            raise
 
     async def write(self, message: link_pb2.RouterMessage) -> None:
         self.written.append(message.WhichOneof("body"))
@@ -47,7 +56,7 @@ class Call:
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         self.aborts.set()
-        await self.may_end.wait()
+        await self.may_tell.wait()
         raise grpc.aio.AbortError(details)
 
 
@@ -62,6 +71,7 @@ class Story:
         """True: it cannot be found out whether the process has ended."""
         self.left = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
+        self.made: list[Call] = []
         self.first = self.calls(HELLO)
 
     def _hear(self, event: Any) -> None:
@@ -78,6 +88,7 @@ class Story:
 
     def calls(self, first: link_pb2.WorkerMessage) -> Call:
         call = Call(first)
+        self.made.append(call)
         self.tasks.append(asyncio.create_task(self.service.Connect(None, call)))
         return call
 
@@ -100,7 +111,8 @@ async def welcomed(return_s: float) -> AsyncIterator[Story]:
     async with asyncio.timeout(WAIT_S):
         await until(lambda: "welcome" in story.first.written)
         yield story
-        for task in story.tasks:
+        for call, task in zip(story.made, story.tasks, strict=True):
+            call.may_end.set()
             task.cancel()
         await asyncio.gather(*story.tasks, return_exceptions=True)
         await story.service.close()
@@ -108,13 +120,13 @@ async def welcomed(return_s: float) -> AsyncIterator[Story]:
 
 
 def test_a_stream_that_ends_before_it_is_served_leaves_no_link_without_an_owner() -> None:
-    """(1) The worker takes its link up with a second stream. (2) The first one ends, but its status is not written yet. (3) The
-    second one ends meanwhile. The wait for the worker's return ends the link."""
+    """(1) The worker takes its link up with a second stream. (2) The first one begins to end. (3) The second one ends
+    meanwhile. The wait for the worker's return ends the link."""
 
     async def story() -> None:
         async with welcomed(return_s=0.01) as story:
             story.resumes()
-            await story.first.aborts.wait()
+            await story.first.ends.wait()
             story.tasks[1].cancel()
             await story.left.wait()
             assert story.nothing_is_left()
@@ -126,7 +138,7 @@ def test_a_stream_that_ends_before_it_is_served_ends_a_link_that_was_closed_mean
     async def story() -> None:
         async with welcomed(return_s=WAIT_S) as story:
             story.resumes()
-            await story.first.aborts.wait()
+            await story.first.ends.wait()
             story.service._links[LINK].closed.set()
             story.tasks[1].cancel()
             await story.left.wait()
@@ -142,15 +154,16 @@ def test_one_wait_is_begun_however_many_streams_end_before_they_are_served() -> 
         async with welcomed(return_s=WAIT_S) as story:
             story.first.to_read.put_nowait(grpc.aio.EOF)
             await until(lambda: story.waits)
+            link = story.service._links[LINK]
+            await link.streams.acquire()  # as a stream does that has not ended yet
             for number in (1, 2):
                 story.resumes()
                 await asyncio.sleep(0)
                 story.tasks[number].cancel()
                 await asyncio.gather(story.tasks[number], return_exceptions=True)
             last = story.resumes()
-            story.first.may_end.set()
+            link.streams.release()
             await until(lambda: "resumed" in last.written)
-            link = story.service._links[LINK]
             assert (story.waits, link.waiting, link.broken, story.left.is_set()) == (1, None, False, False)
 
     asyncio.run(story())
@@ -160,7 +173,7 @@ def test_a_stream_that_is_replaced_before_it_is_served_leaves_the_link_to_its_su
     async def story() -> None:
         async with welcomed(return_s=WAIT_S) as story:
             story.resumes()
-            await story.first.aborts.wait()
+            await story.first.ends.wait()
             last = story.resumes()
             await asyncio.sleep(0)
             story.tasks[1].cancel()
@@ -185,6 +198,21 @@ def test_a_link_that_is_closed_while_a_stream_takes_it_up_is_not_heard_any_more(
             await second.aborts.wait()
             assert story.nothing_is_left()
             assert second.written == []
+
+    asyncio.run(story())
+
+
+def test_a_link_is_taken_up_while_the_status_of_its_old_stream_cannot_be_written() -> None:
+    """What the worker has not read stands before it, and its old connection may be dead without having been closed."""
+
+    async def story() -> None:
+        async with welcomed(return_s=WAIT_S) as story:
+            story.first.may_end.set()
+            story.first.may_tell.clear()
+            second = story.resumes()
+            await story.first.aborts.wait()
+            await until(lambda: "resumed" in second.written)
+            assert not story.tasks[0].done()
 
     asyncio.run(story())
 
