@@ -5,18 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import unicodedata
 from collections.abc import Iterable
-from typing import TextIO, cast
+from typing import Final, TextIO, cast
 
+import click
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 WIDTH_OF_A_FILE = 160  # columns, where there is no terminal: tables keep all columns, and lines are not broken
+COMMANDING: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""The categories of Unicode whose characters command a terminal: C0 and C1 controls, bidirectional overrides and other formats,
+halves of surrogate pairs, and separators of lines."""
+HARMLESS: Final = "\n\t\u200c\u200d"
+"""Characters of these categories that ordinary text needs: Persian and joined emoji have the last two."""
 
 
 def plain(text: str) -> str:
-    """Return the text without the characters that command a terminal. Ends of lines stay."""
-    return text if text.isprintable() else "".join(char for char in text if char.isprintable() or char == "\n")
+    """Return the text without the characters that command a terminal. What follows an escape stays, as the text that it is."""
+    if text.isprintable():
+        return text
+    return "".join(char for char in text if char in HARMLESS or unicodedata.category(char) not in COMMANDING)
+
+
+def say(text: str, *, dim: bool = False) -> None:
+    """Write a piece of a model's text to standard output at once. A terminal gets it plain, and a pipe or a file as it is."""
+    if not text:
+        return
+    shown = plain(text) if sys.stdout.isatty() else text
+    click.echo(click.style(shown, dim=True) if dim and sys.stdout.isatty() else shown, nl=False, color=True)
 
 
 class PlainConsole(Console):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
 
 
-@click.command()
+@click.command(short_help="Generate text from a prompt, or from standard input.")
 @click.argument("prompt", required=False)
 @address_option
 @request_options
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 def generate(
     prompt: str | None, address: str, chat: bool, system: str | None, as_json: bool, stats: bool, **fields: Any
 ) -> int:
-    """Generate text from PROMPT, or from standard input when PROMPT is not given."""
+    """Generate text from PROMPT, or from standard input when PROMPT is not given.
+
+    A terminal gets no control characters of the model; a pipe or a file gets the text as it is.
+    """
     from pdserve.client import InferenceClient
 
     if fields["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text has no place for them")
     heed_any_input()
-    text = sys.stdin.read() if prompt is None else prompt
+    text = _read() if prompt is None else prompt
     if chat:
         request = build(messages=[*([("system", system)] if system else []), ("user", text)], **fields)
     else:
@@ -53,11 +56,21 @@ def generate(
     return 0 if last is not None else report("the stream ended before the request did", 1)
 
 
+def _read() -> str:
+    """Return what stands on standard input. A person is told what is waited for, and their last end of line is left out."""
+    if not sys.stdin.isatty():
+        return sys.stdin.read()
+    click.echo("type the prompt; Ctrl-D on a line of its own ends it", err=True)
+    return sys.stdin.read().removesuffix("\n")
+
+
 def _stream(answer: Answer, as_json: bool) -> inference_pb2.GenerateResponse | None:
     """Write the answer as it comes. Return the message that has the finish reason; None when no message had one."""
+    from pdserve.commands.console import say
+
     last = None
     for message in answer:
-        click.echo(to_json(message) if as_json else message.text, nl=as_json)
+        say(f"{to_json(message)}\n" if as_json else message.text)
         if message.finish_reason:
             last = message
     if not as_json:
@@ -66,10 +79,13 @@ def _stream(answer: Answer, as_json: bool) -> inference_pb2.GenerateResponse | N
 
 
 def to_json(message: inference_pb2.GenerateResponse) -> str:
-    """Write a message as one line of JSON, with the field names of the proto."""
+    """Write a message as one line of JSON, with the field names of the proto. It escapes what would command a terminal."""
     from google.protobuf.json_format import MessageToDict
 
-    return json.dumps(MessageToDict(message, preserving_proto_field_name=True), ensure_ascii=False)
+    from pdserve.commands.console import plain
+
+    text = json.dumps(MessageToDict(message, preserving_proto_field_name=True), ensure_ascii=False)
+    return text if plain(text) == text else "".join(char if plain(char) else json.dumps(char)[1:-1] for char in text)
 
 
 def summary(message: inference_pb2.GenerateResponse) -> str:
