@@ -12,7 +12,7 @@ import grpc
 
 from pdserve.client.blocking import DEFAULT_ADDRESS, call_timeout_s, deadline_of, read
 from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
-from pdserve.client.failures import broken_stream, closed_client, error_of
+from pdserve.client.failures import Server, broken_stream, closed_client
 from pdserve.client.params import (
     Message,
     Options,
@@ -105,6 +105,7 @@ class AsyncStream:
         try:
             async for message in call:
                 if not self.request_id:
+                    self._client.server.met = True
                     told = dict(await call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
                     self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
@@ -116,7 +117,7 @@ class AsyncStream:
         except grpc.aio.AioRpcError as exc:
             if self._client.closed and not self._cancelled.is_set():
                 raise closed_client() from exc
-            raise error_of(exc, self._client.address) from exc
+            raise self._client.server.error_of(exc) from exc
         except asyncio.CancelledError:
             if _task_is_cancelled():
                 raise
@@ -144,6 +145,7 @@ class AsyncClient:
     def __init__(self, address: str = DEFAULT_ADDRESS, *, retries: Retries | None = None) -> None:
         """Prepare the connection, which the first call opens. Make the client where its loop runs."""
         self.address = address
+        self.server = Server(address)
         self.retries = retries or Retries()
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -237,8 +239,10 @@ class AsyncClient:
 
     async def _look_up(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=CALL_TIMEOUT_S)
+            found = await method(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as exc:
-            raise error_of(exc, self.address) from exc
+            raise self.server.error_of(exc) from exc
         except grpc.aio.UsageError:
             raise closed_client() from None
+        self.server.met = True
+        return found

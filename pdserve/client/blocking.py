@@ -12,7 +12,7 @@ from typing import Any, Final, Self, Unpack
 import grpc
 
 from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS
-from pdserve.client.failures import broken_stream, closed_client, error_of
+from pdserve.client.failures import Server, broken_stream, closed_client
 from pdserve.client.params import (
     Message,
     Options,
@@ -125,6 +125,7 @@ class Stream:
         try:
             for message in call:
                 if not self.request_id:
+                    self._client.server.met = True
                     told = dict(call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
                     self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
@@ -136,7 +137,7 @@ class Stream:
         except grpc.RpcError as exc:
             if self._client.closed and not self._cancelled.is_set():
                 raise closed_client() from exc
-            raise error_of(exc, self._client.address) from exc
+            raise self._client.server.error_of(exc) from exc
         finally:
             call.cancel()
         if last < 0 or len(ended) <= last:
@@ -156,6 +157,7 @@ class Client:
     def __init__(self, address: str = DEFAULT_ADDRESS, *, retries: Retries | None = None) -> None:
         """Prepare the connection, which the first call opens. `retries`: the rule by which errors are tried again."""
         self.address = address
+        self.server = Server(address)
         self.retries = retries or Retries()
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -247,8 +249,10 @@ class Client:
 
     def _look_up(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=CALL_TIMEOUT_S)
+            found = method(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as exc:
-            raise error_of(exc, self.address) from exc
+            raise self.server.error_of(exc) from exc
         except ValueError:
             raise closed_client() from None
+        self.server.met = True
+        return found

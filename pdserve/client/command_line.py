@@ -33,8 +33,15 @@ OPTIONS: Final = (
 )
 PAGE_WORKERS: Final = 500  # 0.25 MiB, which a router of 1,000 workers makes in 10 ms
 MAX_PAGES: Final = 64  # several times the workers that a cluster may have
-NOTHING_LISTENS: Final = ("failed to connect", "Connection refused", "DNS resolution failed", "Name or service not known")
-
+NOTHING_LISTENS: Final = (
+    "failed to connect",
+    "Connection refused",
+    "DNS resolution failed",
+    "errors resolving",
+    "Name or service not known",
+)
+NO_GRPC: Final = ("http1.x server", "Failed parsing HTTP/2")
+"""What gRPC says of a server that answers it in HTTP/1, or not at all in HTTP."""
 TAKES_NO_MORE: Final = ("HTTP status 503", "Socket closed", "Connection reset by peer")
 """A port that is full answers or closes a new connection, which one where nothing listens does not."""
 
@@ -213,12 +220,10 @@ def explain(exc: Any, address: str, hint: str) -> CallFailed:
     details = " ".join((exc.details() or "").split())
     trailing = dict(exc.trailing_metadata() or ())
     reason = trailing.get(status.REASON_METADATA)
-    if code is grpc.StatusCode.UNAVAILABLE and NOTHING_LISTENS[0] in details and any(sign in details for sign in TAKES_NO_MORE):
+    if _is_full(code, details):
         message = f"{address} takes no more connections now; try again, and close those that are not needed"
-    elif code is grpc.StatusCode.UNAVAILABLE and any(sign in details for sign in NOTHING_LISTENS):
-        message = f"nothing answers at {address}; {hint}"
-    elif code is grpc.StatusCode.UNIMPLEMENTED and reason is None:
-        message = f"what answers at {address} is another port or another server; {hint}"
+    elif reason is None and (found := stranger(exc, address)) is not None:
+        message = f"{found}; {hint}"
     elif code is grpc.StatusCode.UNAUTHENTICATED:
         message = f"{details}; set PDSERVE_CLUSTER_TOKEN to the same secret here and for `pdserve up`"
     elif code is grpc.StatusCode.UNAVAILABLE and reason is None:
@@ -232,6 +237,27 @@ def explain(exc: Any, address: str, hint: str) -> CallFailed:
     if request_id := _accepted_id(trailing.get(status.TIMELINE_METADATA)):
         message += f"; `pdserve explain {request_id}` tells its story"
     return CallFailed(message, status=code, reason=reason)
+
+
+def stranger(exc: Any, address: str) -> str | None:
+    """Tell what is at an address where no server of this kind seems to be. None: there may be one.
+
+    exc: the failed call, for which the server gave no reason of ours.
+    """
+    code, details = exc.code(), exc.details() or ""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return f"what answers at {address} is another port or another server"
+    if code is not grpc.StatusCode.UNAVAILABLE or _is_full(code, details):
+        return None
+    if any(sign in details for sign in NO_GRPC):
+        return f"what answers at {address} speaks no gRPC, and may be the HTTP port"
+    return f"nothing answers at {address}" if any(sign in details for sign in NOTHING_LISTENS) else None
+
+
+def _is_full(code: grpc.StatusCode, details: str) -> bool:
+    """Tell whether a server that takes no more connections refused one."""
+    refused = code is grpc.StatusCode.UNAVAILABLE and NOTHING_LISTENS[0] in details
+    return refused and any(sign in details for sign in TAKES_NO_MORE)
 
 
 def _accepted_id(timeline: str | bytes | None) -> str:

@@ -6,13 +6,14 @@ from typing import Any, Final
 
 import grpc
 
-from pdserve.client.command_line import explain
+from pdserve.client.command_line import explain, stranger
+from pdserve.client.retries import NoServer
 from pdserve.core import errors
 from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S
 from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.rpc import status
 
-HINT: Final = "is `pdserve up` running there, and is this its gRPC port?"
+HINT: Final = "is `pdserve up` running there, and is this its gRPC port (50051 unless it is set)?"
 _CODES: Final = {code.value: code for code in ErrorCode}
 _BARE: Final[dict[grpc.StatusCode, ErrorCode]] = {
     grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
@@ -26,19 +27,31 @@ _TOO_LARGE: Final = ("message larger than max", "metadata size exceeds", "Metada
 made again."""
 
 
-def error_of(exc: Any, address: str) -> PdserveError:
-    """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
-    trailing = dict(exc.trailing_metadata() or ())
-    reason = trailing.get(status.REASON_METADATA)
-    if reason is None and exc.code() is grpc.StatusCode.CANCELLED:  # a cancel by a client has a reason, or is known to it
-        return errors.Unavailable(f"the server at {address} ended the call: it stops")
-    if reason is None:
-        code = _BARE.get(exc.code(), ErrorCode.INTERNAL_BUG)
-        if code is ErrorCode.OVERLOADED and any(sign in (exc.details() or "") for sign in _TOO_LARGE):
-            code = ErrorCode.REQUEST_TOO_LARGE
-        return _made(code, explain(exc, address, HINT).message, None)
-    code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
-    return _made(code, " ".join((exc.details() or "no details").split()), _seconds(trailing.get(status.RETRY_AFTER_METADATA)))
+class Server:
+    """What a client knows of the server at its address: whether it has ever answered."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.met = False
+
+    def error_of(self, exc: Any) -> PdserveError:
+        """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
+        trailing = dict(exc.trailing_metadata() or ())
+        reason = trailing.get(status.REASON_METADATA)
+        if reason is None and exc.code() is grpc.StatusCode.CANCELLED:  # a cancel by a client has a reason, or is known to it
+            return errors.Unavailable(f"the server at {self.address} ended the call: it stops")
+        if reason is None:
+            message = explain(exc, self.address, HINT).message
+            if not self.met and stranger(exc, self.address) is not None:
+                return NoServer(message)
+            code = _BARE.get(exc.code(), ErrorCode.INTERNAL_BUG)
+            if code is ErrorCode.OVERLOADED and any(sign in (exc.details() or "") for sign in _TOO_LARGE):
+                code = ErrorCode.REQUEST_TOO_LARGE
+            return _made(code, message, None)
+        self.met = True
+        code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
+        wait_s = _seconds(trailing.get(status.RETRY_AFTER_METADATA))
+        return _made(code, " ".join((exc.details() or "no details").split()), wait_s)
 
 
 def broken_stream() -> PdserveError:

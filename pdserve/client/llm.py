@@ -45,7 +45,7 @@ class LLM:
 
         `settings` are flags of `pdserve up`, with underscores: max_model_len=2048, enable_prefix_caching=False."""
         flags = ["--model", model, *_flags(settings)]
-        self._retries = Retries(attempts=20)  # a lost worker is started again within this time
+        self._retries = Retries(attempts=20, wait_for_server=True)  # a lost process is started again within this time
         with contextlib.ExitStack() as stack:
             with Console(stderr=True).status(f"starting {prefill} prefill and {decode} decode workers for {model}"):
                 self._cluster = stack.enter_context(OwnCluster(prefill, decode, None, flags=flags))

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.error_table import TABLE, retry_after_s
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import PdserveError, Unavailable
+
+
+class NoServer(Unavailable):
+    """No server of this kind has ever answered this client at its address. The address is wrong, or nothing runs there yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Retries:
 
     attempts: int = 5
     longest_wait_s: float = 10.0
+    wait_for_server: bool = False
+    """Also try again where no server has answered yet. Without it, a wrong address is told at once."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.longest_wait_s < 0:
@@ -29,6 +35,8 @@ class Retries:
         attempt: the number of attempts so far. left_s: what is left of the deadline; None: there is none. share: a random
         number in [0, 1), so that many clients do not come back together.
         """
+        if isinstance(error, NoServer) and not self.wait_for_server:
+            return None
         asked_s = retry_after_s(error)
         if not TABLE[error.code].client_retries or asked_s is None or attempt >= self.attempts:
             return None

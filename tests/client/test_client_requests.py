@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import grpc
@@ -16,12 +21,12 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
-from pdserve import Client
+from pdserve import AsyncClient, Client
 from pdserve.client.params import Options, SamplingParams, chat_request, prompt_request, text_request
 from pdserve.client.results import Gathered, ToolCall, delta_of
 from pdserve.client.retries import Retries
 from pdserve.core.error_table import CLASSES, TABLE
-from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError
+from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError, Unavailable
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -220,6 +225,87 @@ def test_a_refusal_of_grpc_itself_is_tried_again_as_overloaded() -> None:
     finally:
         server.stop(0).wait()
     assert {type(refusal) for refusal in refusals} == {Overloaded}
+
+
+class _Noting(Retries):
+    """It notes each error, and never lets a test wait."""
+
+    def wait_s(self, error: PdserveError, attempt: int, left_s: float | None, share: float) -> float | None:
+        NOTED.append(error)
+        return None if super().wait_s(error, attempt, left_s, share) is None else 0.0
+
+
+NOTED: list[PdserveError] = []
+
+
+async def _asked(address: str) -> None:
+    async with AsyncClient(address, retries=_Noting()) as client:
+        await client.generate("a")
+
+
+async def _streamed(address: str) -> None:
+    async with AsyncClient(address, retries=_Noting()) as client:
+        async for _ in client.stream("a"):
+            pass
+
+
+CALLS: tuple[Callable[[str], object], ...] = (
+    lambda address: Client(address, retries=_Noting()).generate("a"),
+    lambda address: list(Client(address, retries=_Noting()).stream("a")),
+    lambda address: asyncio.run(_asked(address)),
+    lambda address: asyncio.run(_streamed(address)),
+)
+
+
+@pytest.fixture(params=["nothing", "HTTP", "another service"])
+def wrong(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """An address, and what its error says."""
+    if request.param == "another service":
+        server = grpc.server(ThreadPoolExecutor(1))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        yield address, f"what answers at {address} is another port or another server"
+        server.stop(0).wait()
+    elif request.param == "HTTP":
+        http = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{http.server_port}", "speaks no gRPC, and may be the HTTP port; "
+        http.shutdown()
+        thread.join()
+        http.server_close()
+    else:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))  # nobody listens
+            yield f"127.0.0.1:{bound.getsockname()[1]}", "nothing answers at 127.0.0.1:"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wrong_address_was_told_after_five_attempts(wrong: tuple[str, str], call: Callable[[str], object]) -> None:
+    address, says = wrong
+    NOTED.clear()
+    with pytest.raises(Unavailable, match=re.escape(says)) as caught:
+        call(address)
+    assert "gRPC port (50051 unless it is set)" in caught.value.message
+    assert len(NOTED) == 1
+
+
+def test_a_server_that_is_gone_is_asked_again_by_who_has_met_it_or_waits_for_it() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    inference_pb2_grpc.add_InferenceServicer_to_server(_Stops(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with Client(address, retries=_Noting(3)) as client:
+        assert client.generate("a").text == "a"
+        server.stop(0).wait()
+        NOTED.clear()
+        with pytest.raises(Unavailable):
+            client.generate("a")
+        assert len(NOTED) == 3
+    NOTED.clear()
+    with pytest.raises(Unavailable), Client(address, retries=_Noting(3, wait_for_server=True)) as client:
+        client.generate("a")
+    assert len(NOTED) == 3
 
 
 def test_the_package_loads_neither_grpc_nor_torch_before_they_are_needed() -> None:

@@ -262,7 +262,7 @@ def test_a_router_that_dies_is_an_error_and_one_that_comes_back_serves(client: C
     with pytest.raises(Unavailable):
         lose_it()
     threading.Timer(1.0, cluster.heal).start()
-    with Client(cluster.grpc, retries=Retries(60, longest_wait_s=1.0)) as patient:
+    with Client(cluster.grpc, retries=Retries(60, longest_wait_s=1.0, wait_for_server=True)) as patient:
         assert patient.generate([5, 6, 7], GREEDY).ids == expected
     cluster.heal()
     cluster.assert_empty()
