@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from pdserve.core.errors import ConfigError
@@ -22,17 +22,21 @@ def is_path(name: str) -> bool:
     return _PATH.fullmatch(name) is not None
 
 
+def check_name(name: str, builtins: Collection[str], setting: str) -> None:
+    """Raise `ConfigError` for a name that is neither built in nor of the form `module:function`. Nothing is imported."""
+    if name not in builtins and not is_path(name):
+        known = ", ".join(builtins)
+        raise ConfigError(f"{setting} must be one of {known}, or module:function of your own, got {name!r}")
+
+
 def resolve(name: str, builtins: Mapping[str, str], setting: str) -> Callable[..., Any]:
     """Return the function that a setting names. `name` is a key of `builtins` or `module:function`.
 
     `builtins` has the `module:function` of each known name, which is imported only when it is asked for. Raises `ConfigError`
     that names the setting: for an unknown name, a module that cannot be imported, and a function that does not exist.
     """
-    path = builtins.get(name, name)
-    if not _PATH.fullmatch(path):
-        known = ", ".join(builtins)
-        raise ConfigError(f"{setting} must be one of {known}, or module:function of your own, got {name!r}")
-    module_name, _, function_name = path.partition(":")
+    check_name(name, builtins, setting)
+    module_name, _, function_name = builtins.get(name, name).partition(":")
     try:
         module = importlib.import_module(module_name)
         function = getattr(module, function_name, None)

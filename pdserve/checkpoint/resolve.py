@@ -37,11 +37,29 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     directory, and downloads none. Raises `ConfigError` that says what to do.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
-    weights = load_format != "dummy"
     if model == tiny.NAME:
         return build_once(cache / f"tiny-v{tiny.VERSION}", tiny.write_tiny)
+    weights = load_format != "dummy"
+    found = _find(model, cache, weights=weights)
+    if found is None:
+        progress("downloading " + model, 0, 1)
+        found = hub.download(model) if weights else hub.download(model, hub.WITHOUT_WEIGHTS)
+        check_directory(found, weights=weights)
+    return found if found.is_dir() else _converted(found, cache, progress)
+
+
+def check_known(model: str, load_format: str = "auto") -> None:
+    """Raise the `ConfigError` of `resolve` for a model that is not here and cannot be downloaded by its name either. Nothing is
+    downloaded or converted."""
+    if model != tiny.NAME:
+        _find(model, default_cache_dir(), weights=load_format != "dummy")
+
+
+def _find(model: str, cache: Path, *, weights: bool) -> Path | None:
+    """Return the directory or the GGUF file of a model that is here. None: its name is that of one to download. Raises
+    `ConfigError`."""
     if model == DEFAULT:
-        return _converted(default_gguf(cache), cache, progress)
+        return default_gguf(cache)
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -50,18 +68,17 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
     if is_directory:
         check_directory(path, weights=weights)
         return path
+    if is_file and path.suffix.lower() != ".gguf":
+        raise ConfigError(f"model {path} is a file but not a .gguf; it must be {_KNOWN}")
     if is_file:
-        return _converted(path, cache, progress)
+        return path
     if _looks_like_path(model):
         raise ConfigError(f"model {model!r} does not exist")
     if model.count("/") == 1:
-        progress("downloading " + model, 0, 1)
-        directory = hub.download(model) if weights else hub.download(model, hub.WITHOUT_WEIGHTS)
-        check_directory(directory, weights=weights)
-        return directory
+        return None
     packaged = package_gguf(model, cache)
     if packaged is not None:
-        return _converted(packaged, cache, progress)
+        return packaged
     raise ConfigError(f"model {model!r} is not known: it must be {_KNOWN}")
 
 
@@ -70,8 +87,6 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _converted(source: Path, cache: Path, progress: Progress) -> Path:
-    if source.suffix.lower() != ".gguf":
-        raise ConfigError(f"model {source} is a file but not a .gguf; it must be {_KNOWN}")
     target = cache / f"{source.stem}-{_key(source)}"
     return build_once(target, lambda directory: convert(source, directory, progress))
 

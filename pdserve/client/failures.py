@@ -28,7 +28,7 @@ made again."""
 
 
 class Server:
-    """What a client knows of the server at its address: whether it has ever answered."""
+    """The server at the address of a client, of which the client knows whether it has ever answered."""
 
     def __init__(self, address: str) -> None:
         self.address = address

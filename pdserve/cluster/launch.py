@@ -160,6 +160,7 @@ class Cluster:
         Raises `Interrupted`, `ConfigError` or `ClusterError`. The caller then calls `close`.
         """
         self._begin_record()
+        plan.check_parts(self.config, runs=self._adopts)
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
         if not self._joins:

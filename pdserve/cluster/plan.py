@@ -12,11 +12,14 @@ from types import MappingProxyType
 from typing import Final
 
 from pdserve.checkpoint.card import resolve_kv_dtype
+from pdserve.checkpoint.resolve import check_known
 from pdserve.cluster.nodes import CPU, GPU, Needs, Node, spread
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, RouterProcessConfig, WorkerConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import DTYPE_BITS
 from pdserve.core.settings.labels import LabelSelector
 from pdserve.planner.limits import PoolSizes
+from pdserve.plugins import check_name
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -33,6 +36,28 @@ LOCAL_HOST: Final = "127.0.0.1"
 """The address of a private Ray and of its router."""
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
+
+
+def check_parts(config: ClusterConfig, *, runs: bool) -> None:
+    """Raise `ConfigError` for a model, a chat template, a transport or a policy that is not there.
+
+    The processes would say so as well, but after Ray has started. What needs a look into the model, they alone say. runs: the
+    processes run already, and need nothing of it any more.
+    """
+    from kvtransfer.backends import registry
+    from router.service import policies
+
+    if runs:
+        return
+    check_known(config.engine.model, config.engine.load_format)
+    if template := config.router.chat_template:
+        try:
+            Path(template).read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"router.chat_template: cannot read {template}: {exc.strerror}") from exc
+    check_name(config.transfer.transport, registry.BUILTINS, registry.SETTING)
+    check_name(config.router.prefill_policy, policies.BUILTINS, "router.prefill_policy")
+    check_name(config.router.decode_policy, policies.BUILTINS, "router.decode_policy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cluster import plan
+from pdserve.cluster.events import Event
 from pdserve.cluster.launch import Cluster
 from pdserve.cluster.nodes import Node
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, TransferConfig
 from pdserve.core.errors import ConfigError
 
 
@@ -164,3 +166,35 @@ def test_workers_of_pools_that_are_alike_may_change_their_role() -> None:
 def test_a_worker_names_the_first_setting_in_which_the_pools_differ(change: dict[str, object], obstacle: str) -> None:
     config = ClusterConfig(address="auto", decode=PoolConfig(**change))  # type: ignore[arg-type]
     assert {worker.config.flip_obstacle for worker in workers(config)} == {obstacle}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (ClusterConfig(engine=EngineConfig(model="nonexistent")), "model 'nonexistent' is not known"),
+        (ClusterConfig(engine=EngineConfig(model="./nowhere")), "model './nowhere' does not exist"),
+        (
+            ClusterConfig(engine=EngineConfig(model=str(Path(__file__).parent))),
+            "is not a model directory in Hugging Face layout",
+        ),
+        (
+            ClusterConfig(router=RouterConfig(chat_template="/no/file")),
+            "router.chat_template: cannot read /no/file: No such file",
+        ),
+        (ClusterConfig(router=RouterConfig(prefill_policy="best")), "router.prefill_policy must be one of"),
+        (ClusterConfig(router=RouterConfig(decode_policy="best")), "router.decode_policy must be one of"),
+        (ClusterConfig(transfer=TransferConfig(transport="pigeon")), "transfer.transport must be one of"),
+    ],
+)
+def test_a_part_that_is_not_there_was_told_after_ray_had_started(config: ClusterConfig, says: str) -> None:
+    started: list[Event] = []
+    cluster = Cluster(config, stop=threading.Event(), listener=started.append)
+    with pytest.raises(ConfigError, match=re.escape(says)), cluster:
+        cluster.start()
+    assert started == []
+    plan.check_parts(config, runs=True)
+
+
+def test_parts_of_ones_own_and_models_to_download_are_not_looked_for() -> None:
+    own = RouterConfig(prefill_policy="mine:score", decode_policy="mine:score")
+    plan.check_parts(ClusterConfig(engine=EngineConfig(model="org/name"), router=own), runs=False)
