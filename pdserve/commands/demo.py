@@ -59,7 +59,7 @@ class Seen:
     processes: list[Process] = field(default_factory=list)
 
 
-@click.command()
+@click.command(short_help="Start three workers, stream a few prompts, and stop.")
 @cluster_options
 @one_line_errors
 def demo(**flags: Any) -> int:

@@ -8,7 +8,7 @@ from pdserve.commands.failures import FAILED, one_line_errors, report
 from pdserve.config import ADMIN_PORT
 
 
-@click.command()
+@click.command(short_help="End a cluster of this machine, and clean up after it.")
 @click.option("--name", help="Name of the cluster (default: the one of --admin-port).")
 @click.option(
     "--admin-port",

@@ -24,7 +24,7 @@ class Told(NamedTuple):
     fields: tuple[tuple[str, object], ...]
 
 
-@click.command()
+@click.command(short_help="Tell the story of a request: what happened, and why.")
 @click.argument("request_id")
 @admin_options
 @click.option("--json", "as_json", is_flag=True, help="Print the answer of the router as one JSON object.")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
-from pdserve.commands.requests import UINT32, address_option, build, heed_any_input, request_options
+from pdserve.commands.requests import address_option, build, heed_any_input, request_options
+from pdserve.commands.settings import UINT32
 
 if TYPE_CHECKING:
     from pdserve.client import Answer

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 YES = "yes"
 
 
-@click.command()
+@click.command(short_help="List the families of models, or describe one model.")
 @click.argument("model", required=False)
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="dtype of the weights.")
 @click.option(
@@ -163,16 +163,17 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _families_table(rows: Sequence[dict[str, Any]]) -> Table:
-    from rich.table import Table
+    from pdserve.commands.tables import table
 
-    backends = list(rows[0]["backends"])
-    made = Table(title="families of models, by small examples", title_justify="left", header_style="bold", show_lines=True)
-    for name in ("architecture", "attention", "MLP", "others", *backends):
-        made.add_column(name, overflow="fold")
+    made = table("families of models, by small examples", ("architecture",), ())
+    made.add_column("attention, MLP, others")
+    made.add_column("computed by")
     for row in rows:
-        told = [row["backends"][name] for name in backends]
-        name = row["architecture"].removesuffix("ForCausalLM")
-        made.add_row(name, row["attention"], row["mlp"], row["others"], *("✓" if one == YES else f"no: {one}" for one in told))
+        name = row["architecture"].removesuffix("ForCausalLM").replace("ForConditional", "\nForConditional")
+        told = row["backends"]
+        by = ", ".join(backend for backend, one in told.items() if one == YES)
+        refused = [f"{backend}: no, {one}" for backend, one in told.items() if one != YES]
+        made.add_row(name, "\n".join(filter(None, (row["attention"], row["mlp"], row["others"]))), "\n".join([by, *refused]))
     return made
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from router.recording.replay import Difference, Replay
 
 
-@click.command()
+@click.command(short_help="Let a router decide a recording again.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--request", "request_id", metavar="ID", help="Print the story of this request as well.")
 @click.option("--own-policies", is_flag=True, help="Import the placement policies that the recording names, if not built in.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from pdserve.commands.settings import PLACEMENTS
+from pdserve.commands.settings import PLACEMENTS, UINT32, Whole
 from pdserve.config import ADMIN_PORT
 from pdserve.core.errors import InvalidRequest
 
@@ -22,7 +22,6 @@ Messages = list[tuple[str, str]]  # (role, content)
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS: Final = f"127.0.0.1:{ADMIN_PORT}"
 SHOWN_CHARS: Final = 20  # of text that is refused
-UINT32: Final = click.IntRange(0, (1 << 32) - 1)
 BIAS_HELP: Final = "Add BIAS (-100 to 100) to the logit of the token ID; may be repeated."
 SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("max_tokens", UINT32, "Generate at most this number of tokens (default: as many as fit)."),
@@ -30,7 +29,7 @@ SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("top_k", UINT32, "Choose among the k likeliest tokens; 0 chooses among all."),
     ("top_p", float, "Choose among the likeliest tokens whose probabilities add up to this."),
     ("min_p", float, "Choose among tokens whose probability is at least this share of the likeliest token's."),
-    ("seed", click.IntRange(0, (1 << 64) - 1), "The same seed gives the same tokens (default: a random seed)."),
+    ("seed", Whole(64), "The same seed gives the same tokens (default: a random seed)."),
     ("min_tokens", UINT32, "Do not stop before this number of tokens."),
     ("presence_penalty", float, "Make tokens that are in the output less likely (-2 to 2)."),
     ("frequency_penalty", float, "Make a token less likely for each time it is in the output (-2 to 2)."),

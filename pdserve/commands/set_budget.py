@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 
 from pdserve.commands.failures import one_line_errors
-from pdserve.commands.requests import UINT32, admin_options
+from pdserve.commands.requests import admin_options
+from pdserve.commands.settings import UINT32, Whole
 
 
-@click.command("set-budget")
+@click.command("set-budget", short_help="Limit the tokens and sequences of each step.")
 @click.argument("tokens", type=UINT32, required=False)
 @admin_options
 @click.option("--worker", "workers", metavar="ID", multiple=True, help="Tell this worker; may be repeated.")
 @click.option("--pool", type=click.Choice(["prefill", "decode"]), help="Tell all workers of this pool that are linked now.")
-@click.option("--max-num-seqs", type=click.IntRange(1, (1 << 32) - 1), help="Let at most this number of sequences run.")
+@click.option("--max-num-seqs", type=Whole(32, least=1), help="Let at most this number of sequences run.")
 @one_line_errors
 def set_budget(
     tokens: int | None,

@@ -50,6 +50,20 @@ class Names(click.ParamType[list[str]]):
         return list(names)
 
 
+class Whole(click.ParamType[int]):
+    """A whole number that must fit a field of so many bits. Only errors tell that limit, since hardly anybody comes near it."""
+
+    name = "integer"
+
+    def __init__(self, bits: int, *, least: int = 0) -> None:
+        self._range = click.IntRange(least, (1 << bits) - 1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number. click reports one that does not fit."""
+        return int(self._range.convert(value, param, ctx))
+
+
+UINT32: Final = Whole(32)
 PORT: Final = click.IntRange(0, 65535)
 POSITIVE: Final = click.IntRange(min=1)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 1.0  # workers report once a second
 
 
-@click.command()
+@click.command(short_help="Show workers, queues, KV and the sizes of the pools.")
 @admin_options
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print the state as one JSON object.")

@@ -208,8 +208,8 @@ def _more_aside(state: inference_pb2.GetClusterStateResponse) -> list[Text]:
     return [Text(f"and {more} more pairs; the workers in most pairs are {names}")]
 
 
-def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
-    """Draw the pools, their queues and their use of KV.
+def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
+    """Draw the pools, their queues and their use of KV. Columns that find no room go into further tables below.
 
     A terminal below `WIDE` columns shows no bar, no role, and no column of rare blocks that are all 0. One below `ROOMY`
     columns does not show utilisation either.
@@ -238,18 +238,32 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Table:
     if wide and state.block_size:
         counts = {"KV tokens": [f"{worker.hello.num_blocks * state.block_size:,}" for worker in state.workers], **counts}
     shown = {name: cells for name, cells in counts.items() if wide or name not in RARE or any(cell != "0" for cell in cells)}
-    names = tuple(shown) if wide else tuple(SHORT.get(name, name) for name in shown)
-    made = table(title, ("worker", "role", "ready", "KV use") if wide else ("worker", "ready", "KV"), names)
-    for at, worker in enumerate(state.workers):
-        kv = bar(worker.load.blocks.held + worker.load.blocks.quarantined, worker.load.blocks.total)
-        made.add_row(
-            worker.hello.worker_id,
-            *((role(worker.hello.role),) if wide else ()),
-            _readiness(worker),
-            kv if wide else kv.rpartition(" ")[2],
-            *(_alarming(cells[at]) if name == "unaccounted" else cells[at] for name, cells in shown.items()),
-        )
-    return made
+    kvs = [bar(one.load.blocks.held + one.load.blocks.quarantined, one.load.blocks.total) for one in state.workers]
+    workers: dict[str, list[Text]] = {"worker": [Text(worker.hello.worker_id) for worker in state.workers]}
+    left = workers | ({"role": [Text(role(worker.hello.role)) for worker in state.workers]} if wide else {})
+    left["ready"] = [_readiness(worker) for worker in state.workers]
+    left["KV use" if wide else "KV"] = [Text(kv if wide else kv.rpartition(" ")[2]) for kv in kvs]
+    right = {
+        name if wide else SHORT.get(name, name): [_alarming(cell) if name == "unaccounted" else Text(cell) for cell in cells]
+        for name, cells in shown.items()
+    }
+    made: list[Table] = []
+    while right or not made:
+        words = left if not made else workers
+        room, numbers = width - sum(_room(*column) for column in words.items()) - 1, dict[str, list[Text]]()
+        while right and (not numbers or _room(*next(iter(right.items()))) <= room):
+            name = next(iter(right))
+            numbers[name] = right.pop(name)
+            room -= _room(name, numbers[name])
+        made.append(table(title if not made else "", tuple(words), tuple(numbers)))
+        for row in zip(*words.values(), *numbers.values(), strict=True):
+            made[-1].add_row(*row)
+    return Group(*made)
+
+
+def _room(name: str, cells: Sequence[Text]) -> int:
+    """Return the columns of a terminal that a column of a table takes, with the gap behind it."""
+    return max(len(name), *(cell.cell_len for cell in cells), 0) + 2
 
 
 def _utilisation(state: inference_pb2.GetClusterStateResponse) -> dict[str, list[str]]:

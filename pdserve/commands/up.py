@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.config import ClusterConfig
 
 
-@click.command(cls=ClusterCommand)
+@click.command(cls=ClusterCommand, short_help="Start a cluster, and run it until Ctrl-C.")
 @cluster_options
 @click.option(
     "--cluster-token",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,28 @@ def test_wrong_settings_exit_with_2_and_name_the_flag(arguments: tuple[str, ...]
     assert result.exit_code == 2
     assert says in result.stderr
     assert "Traceback" not in result.output
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+
+
+@pytest.mark.parametrize("path", [(), *commands(main)], ids=" ".join)
+def test_help_was_cut_at_45_characters_and_told_limits_of_the_wire(path: tuple[str, ...]) -> None:
+    drawn = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
+    assert all(len(line) <= 80 for line in drawn.splitlines() if "|" not in line), "a list of choices is one word"
+    assert "..." not in drawn.partition("Commands:")[2]
+    assert not re.search("[0-9]{6}", drawn), "nobody gives a number near this limit"
+
+
+def test_a_number_that_fits_no_field_still_tells_the_limit() -> None:
+    for flags in (("--max-tokens", "4294967296"), ("--stop-token-ids", "-1"), ("--logit-bias", "4294967296=1")):
+        result = run("generate", *flags, "hi")
+        assert result.exit_code == 2
+        assert "is not in the range 0<=x<=4294967295" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["status", "generate", "chat"])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pdserve.capacity.model_source import find_model, published_models
 from pdserve.checkpoint.families.examples import example
 from pdserve.checkpoint.families.registry import FAMILIES, family_of
 from pdserve.checkpoint.resolve import resolve
 from pdserve.cli import main
+from pdserve.commands.models import _families_table
 from pdserve.engine.models import decoder
 from pdserve.engine.ways import COMPILED, NO_GPU, TORCH, TRITON
 
@@ -108,3 +111,14 @@ def test_both_tables_are_drawn_and_a_wrong_model_is_one_line() -> None:
     assert "KV of a token" in one.output
     wrong = CliRunner().invoke(main, ["models", "./nowhere"])
     assert wrong.exit_code != 0
+
+
+def test_the_table_of_families_cut_names_in_two_on_80_columns(rows: dict[str, Any]) -> None:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(_families_table(list(rows.values())))
+    drawn = captured.get()
+    assert all(len(line) <= 80 for line in drawn.splitlines())
+    names = {part for name in FAMILIES for part in re.findall("^[A-Za-z0-9]+?(?=For|$)|ForConditional.*", name)}
+    told = ("embedding_scale", "qk_norm,", "shared", "compiled", "Triton,", "torch")
+    assert {*names, *told} <= {*drawn.split()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,24 @@ def test_status_shows_utilisation_on_100_columns_with_a_dash_for_the_unknown(wid
     assert " - " in drawn
     assert "…" not in drawn
     assert all(" ".join(("50%", "31%")) in " ".join(line.split()) for line in drawn.splitlines() if "yes" in line)
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 160, 200])
+def test_status_cut_numbers_in_two_where_columns_found_no_room(width: int) -> None:
+    """The worst case has all rare columns, large numbers, and limits that an operator has lowered."""
+    blocks = {"total": 32768, "free": 32001, "held": 7002, "cached": 30003, "quarantined": 5004, "unaccounted": 6005}
+    hello = {"worker_id": "prefill-100", "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    load = {"blocks": blocks, "queued_requests": 12346, "running_sequences": 1257, "leases_held": 10248}
+    load |= {"max_num_batched_tokens": 259, "max_num_seqs": 10}
+    worker = inference_pb2.WorkerState(
+        hello=hello, load=load, draining=True, heartbeat_age_s=10.5, recent={"busy": 1, "mfu": 1, "mbu": 1}
+    )
+    drawn = _shown(inference_pb2.GetClusterStateResponse(workers=[worker]), width)
+    lines = [re.sub("\x1b[^m]*m", "", line) for line in drawn.splitlines()]
+    assert all(len(line) <= width for line in lines)
+    told = [word for line in lines if "prefill-100" in line for word in re.split(" {2,}", line.strip())]
+    numbers = ("32001", "7002", "30003", "5004", "6005", "12346", "1257", "10248", "10.5 s", "259 of 8192", "10 of 256")
+    assert {*numbers} <= {*told}
 
 
 def test_status_says_who_drains_and_why_one_is_not_ready() -> None:

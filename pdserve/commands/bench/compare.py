@@ -8,16 +8,17 @@ from pathlib import Path
 import click
 
 from pdserve.commands.failures import FAILED, one_line_errors, report
+from pdserve.commands.settings import UINT32
 
 FILE = click.Path(exists=False, dir_okay=False, path_type=Path)
 
 
-@click.command("compare")
+@click.command("compare", short_help="Compare two runs, with intervals.")
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
 @click.option("--plot", type=FILE, help="Draw TTFT and ITL of both into this file, and with -dark in its name for dark pages.")
-@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Seed of the bootstrap.  [default: 0]")
+@click.option("--seed", type=UINT32, default=0, help="Seed of the bootstrap.  [default: 0]")
 @one_line_errors
 def compare(a: Path, b: Path, as_json: bool, plot: Path | None, seed: int) -> int:
     """Compare run B with run A, two files of `pdserve bench run`.

@@ -9,6 +9,7 @@ import click
 
 from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
 from pdserve.commands.requests import DEFAULT_ADMIN_ADDRESS, address_option
+from pdserve.commands.settings import Whole
 
 UNFINISHED: Final = 3
 """The exit status of a search whose budget was used up before the best layout was certain."""
@@ -17,7 +18,7 @@ TEMPORARY: Final = "temporary"
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("goodput")
+@click.command("goodput", short_help="Find the layout and the rate of the highest goodput.")
 @address_option
 @click.option("--admin-address", default=DEFAULT_ADMIN_ADDRESS, show_default=True, metavar="HOST:PORT", help="Admin address.")
 @click.option(
@@ -42,7 +43,7 @@ FILE: Final = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--first-rate", type=float, help="Rate to begin with, in requests a second.  [default: a short measurement]")
 @click.option("--allow-late", is_flag=True, help="Count points although the generator was late.")
-@click.option("--seed", type=click.IntRange(0, 1 << 62), default=0, show_default=True, help="Seed of the workload.")
+@click.option("--seed", type=Whole(62), default=0, show_default=True, help="Seed of the workload.")
 @click.option("--result-file", type=FILE, metavar="FILE.json", help="Keep every point here; a search goes on with its file.")
 @click.option("--resume", type=FILE, metavar="FILE.json", help="Go on with this file.  [default: --result-file]")
 @one_line_errors

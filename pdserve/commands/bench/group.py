@@ -10,7 +10,7 @@ from pdserve.commands.bench.run import run
 from pdserve.commands.bench.verdict import verdict
 
 
-@click.group("bench")
+@click.group("bench", short_help="Measure a cluster, find its best layout, get a verdict.")
 def bench() -> None:
     """Measure a running cluster, find the best layout of its workers, and get a verdict."""
 

@@ -9,6 +9,7 @@ import click
 
 from pdserve.commands.failures import FAILED, one_line_errors, report
 from pdserve.commands.requests import DEFAULT_ADDRESS
+from pdserve.commands.settings import Whole
 
 if TYPE_CHECKING:
     from pdserve.commands.bench.run_session import Outcome
@@ -22,7 +23,7 @@ POSITIVE: Final = click.IntRange(min=1)
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("run")
+@click.command("run", short_help="Send a workload to a server and report its figures.")
 @click.option("--backend", type=BACKENDS, help="API of the server.  [default: openai with --base-url, else grpc]")
 @click.option("--address", default=DEFAULT_ADDRESS, show_default=True, metavar="HOST:PORT", help="gRPC address of the router.")
 @click.option(
@@ -53,7 +54,7 @@ FILE: Final = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers have exactly the planned length.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="Randomness of the tokens.")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True, help="Seed of the workload.")
+@click.option("--seed", type=Whole(63), default=0, show_default=True, help="Seed of the workload.")
 @click.option(
     "--goodput",
     multiple=True,

@@ -25,7 +25,11 @@ NO_ANSWER: Final = 3
 FILE: Final = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("verdict", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.command(
+    "verdict",
+    short_help="Say whether two pools serve a workload better.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
 @click.option("--from", "sources", type=FILE, multiple=True, metavar="FILE", help="A search's result; also files of runs.")
 @click.option("--workers", type=click.IntRange(2, 1024), metavar="N", help="Start a cluster of N workers for the search.")
 @click.option("--config", type=FILE, metavar="FILE", help="The settings of that cluster, as for `pdserve up`.")

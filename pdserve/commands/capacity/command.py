@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdserve.capacity.question import Question
 
 
-@click.command()
+@click.command(short_help="Tell what a model needs on named GPUs, by formulas.")
 @click.option("--model", required=True, metavar="NAME", help="Directory, .gguf file, Hugging Face id, or a published name.")
 @click.option("--gpu", required=True, metavar="NAME", help="A GPU by name, such as h100-sxm; a wrong name lists all.")
 @click.option("--gpus", type=int, default=8, show_default=True, help="GPUs of all workers together.")

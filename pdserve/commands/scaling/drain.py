@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
 
 
-@click.command()
+@click.command(short_help="Let a worker finish what it has, and leave.")
 @click.argument("worker", required=False)
 @admin_options
 @click.option(

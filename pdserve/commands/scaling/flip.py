@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
 
 
-@click.command()
+@click.command(short_help="Let a worker join the other pool.")
 @click.argument("worker")
 @admin_options
 @click.option("--to", "role", type=click.Choice(["prefill", "decode"]), help="The new role (default: the other one).")

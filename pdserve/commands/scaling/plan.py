@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DRY_RUN_S: Final = 5.0
 
 
-@click.command("plan")
+@click.command("plan", short_help="Show which sizes the planner wants, and why.")
 @admin_options
 @click.option("--explain", is_flag=True, help="Also show the reasons, and the numbers behind the sizes.")
 @click.option("--dry-run", is_flag=True, help="Plan now from what happens in the next seconds; nobody follows this plan.")

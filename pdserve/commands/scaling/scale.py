@@ -22,7 +22,7 @@ SILENT_S: Final = 10.0  # the router then takes no order either: an actuator pol
 MOST_WORKERS: Final = 1_000_000  # the router takes no larger number
 
 
-@click.command()
+@click.command(short_help="Order the sizes of the pools.")
 @click.argument("sizes", nargs=-1, metavar="[prefill=N] [decode=N]")
 @click.option("--auto", is_flag=True, help="Let the planner decide the sizes again.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the order is taken or refused.")
