@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -166,13 +167,13 @@ class AsyncClient:
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]
     ) -> RequestOutput:
         """Continue a prompt, and return the whole answer. Raises a `PdserveError`."""
-        return await self._whole(text_request(prompt, sampling, options))
+        return await self.run(text_request(prompt, sampling, options))
 
     async def chat(
         self, messages: Sequence[Message], sampling: SamplingParams | None = None, **options: Unpack[Options]
     ) -> RequestOutput:
         """Ask for the assistant's next message, and return the whole answer. Raises a `PdserveError`."""
-        return await self._whole(chat_request(messages, sampling, options))
+        return await self.run(chat_request(messages, sampling, options))
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
         """Continue a prompt, and return the running answer. The request is sent when the iteration begins."""
@@ -211,16 +212,35 @@ class AsyncClient:
             raise closed_client()
         return self._stub.Generate(request, timeout=timeout_s)
 
-    async def _whole(self, request: inference_pb2.GenerateRequest) -> RequestOutput:
+    async def run(self, request: inference_pb2.GenerateRequest) -> RequestOutput:
         """Run a request to its end. It is tried again also after a part of the answer, since nobody has seen that part."""
-        loop = asyncio.get_running_loop()
         deadline_s = deadline_of(request)
-        ends_s = None if deadline_s is None else loop.time() + deadline_s
+        ends_s = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        answer: RequestOutput = await self._again(lambda: self._once(request, ends_s), ends_s)
+        return answer
+
+    async def with_prompt(self, answer: RequestOutput, request: inference_pb2.GenerateRequest) -> RequestOutput:
+        """Return an answer with what the server alone knows of its prompt: the ids of a text, the text and ids of a chat."""
+        if request.HasField("tokens"):
+            return answer
+        asked = inference_pb2.TokenizeRequest(model=request.model)
+        if not request.HasField("chat"):
+            asked.text = request.text
+            return replace(
+                answer, prompt_token_ids=tuple((await self._again(lambda: self._look_up(self._stub.Tokenize, asked))).ids)
+            )
+        asked.chat.CopyFrom(request.chat)
+        ids = tuple((await self._again(lambda: self._look_up(self._stub.Tokenize, asked))).ids)
+        return replace(answer, prompt_token_ids=ids, prompt=await self._again(lambda: self.detokenize(ids)))
+
+    async def _again(self, attempt_it: Callable[[], Awaitable[Any]], ends_s: float | None = None) -> Any:
+        """Try something until it is done, or its error is final. ends_s: the deadline by the loop's clock."""
+        loop = asyncio.get_running_loop()
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await self._once(request, ends_s)
+                return await attempt_it()
             except PdserveError as exc:
                 left_s = None if ends_s is None else ends_s - loop.time()
                 wait_s = None if self.closed else self.retries.wait_s(exc, attempt, left_s, random.random())
@@ -232,7 +252,7 @@ class AsyncClient:
         stream, gathered = AsyncStream(self, request), Gathered()
         async for delta in stream.attempt(ends_s):
             gathered.add(delta)
-        whole = gathered.whole(stream.request_id)
+        whole = gathered.whole(stream.request_id, request)
         if whole is None:
             raise broken_stream()
         return whole

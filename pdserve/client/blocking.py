@@ -242,7 +242,7 @@ class Client:
         stream, gathered = Stream(self, request), Gathered()
         for delta in stream._attempt():
             gathered.add(delta)
-        whole = gathered.whole(stream.request_id)
+        whole = gathered.whole(stream.request_id, request)
         if whole is None:
             raise broken_stream()
         return whole

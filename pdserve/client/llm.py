@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
@@ -16,16 +17,19 @@ from rich.progress import Progress
 from pdserve.client.asynchronous import AsyncClient
 from pdserve.client.loop_thread import LoopThread
 from pdserve.client.own_cluster import OwnCluster
-from pdserve.client.params import Message, Options, Prompt, SamplingParams
+from pdserve.client.params import Message, Options, Prompt, SamplingParams, Unset, chat_request, text_request
 from pdserve.client.results import RequestOutput
 from pdserve.client.retries import Retries
 from pdserve.core.errors import ConfigError, Unavailable
+from pdserve.rpc.v1 import inference_pb2
 
 MAX_CONCURRENT: Final = 128
 """The most requests that run at once. It is several times what the workers of one machine run, so no worker waits for this
 program."""
 CHECK_S: Final = 0.5
 """The time between two looks at whether the cluster still lives."""
+MAX_TOKENS: Final = 16
+"""The longest output of a batch whose parameters say nothing of it. vLLM's `SamplingParams` has the same default."""
 Ask = Callable[[AsyncClient, int], Awaitable[RequestOutput]]
 
 
@@ -35,13 +39,13 @@ class LLM:
 
     ```
     with LLM("default") as llm:
-        for answer in llm.generate(["The sky is", "The sea is"], SamplingParams(max_tokens=16)):
+        for answer in llm.generate(["The sky is", "The sea is"], SamplingParams(temperature=0.8)):
             print(answer.outputs[0].text)
     ```
     """
 
     def __init__(self, model: str = "default", *, prefill: int = 1, decode: int = 1, **settings: Any) -> None:
-        """Start a cluster and wait until it is ready. Raises `Unavailable` with the reason.
+        """Start a cluster and wait until it is ready. Raises `ConfigError` or `Unavailable` with the reason.
 
         `settings` are flags of `pdserve up`, with underscores: max_model_len=2048, enable_prefix_caching=False."""
         flags = ["--model", model, *_flags(settings)]
@@ -76,12 +80,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the answers in the order of the prompts.
 
-        A single `sampling_params` holds for all prompts; a list has one for each prompt. `use_tqdm` shows the progress. Raises
-        the first error that is not tried again; the requests that still run are then cancelled.
+        A single `sampling_params` holds for all prompts; a list has one for each prompt. An output whose `max_tokens` is not
+        set ends after `MAX_TOKENS` tokens, as in vLLM. `use_tqdm` shows the progress. Raises the first error that is not tried
+        again; the requests that still run are then cancelled.
         """
-        asked: Sequence[Any] = [prompts] if isinstance(prompts, str) or _are_ids(prompts) else list(prompts)
+        alone = isinstance(prompts, str | Mapping) or _are_ids(prompts)
+        asked: Sequence[Any] = [prompts] if alone else list(prompts)
         params = _each(sampling_params, len(asked))
-        return self._run(len(asked), lambda client, i: client.generate(asked[i], params[i], **options), use_tqdm)
+        return self._run(len(asked), lambda i: text_request(asked[i], params[i], options), use_tqdm)
 
     def chat(
         self,
@@ -95,10 +101,15 @@ class LLM:
         alone = bool(conversations) and isinstance(conversations[0], Mapping)
         asked: Sequence[Any] = [conversations] if alone else list(conversations)
         params = _each(sampling_params, len(asked))
-        return self._run(len(asked), lambda client, i: client.chat(asked[i], params[i], **options), use_tqdm)
+        return self._run(len(asked), lambda i: chat_request(asked[i], params[i], options), use_tqdm)
 
-    def _run(self, count: int, ask: Ask, show: bool) -> list[RequestOutput]:
+    def _run(self, count: int, made: Callable[[int], inference_pb2.GenerateRequest], show: bool) -> list[RequestOutput]:
         """Run all requests on a loop of a thread of their own, because a notebook has a loop that runs already."""
+
+        async def ask(client: AsyncClient, i: int) -> RequestOutput:
+            request = made(i)
+            return await client.with_prompt(await client.run(request), request)
+
         self._cluster.check()
         batch = _Batch(self._loop, self.address, self._retries, count, ask)
         with Progress(console=Console(stderr=True), disable=not show, transient=True) as progress:
@@ -167,12 +178,13 @@ def _are_ids(prompts: Any) -> bool:
     return bool(prompts) and all(isinstance(one, int) for one in prompts)
 
 
-def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """Return the parameters of each prompt."""
     if given is None or isinstance(given, SamplingParams):
-        return [given] * count
+        given = [given or SamplingParams()] * count
     if len(given) != count:
         raise ConfigError(f"sampling_params: {len(given)} are given for {count} prompts")
-    return given
+    return [replace(one, max_tokens=MAX_TOKENS) if one.max_tokens is Unset.UNSET else one for one in given]
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterable[str]:

@@ -18,13 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import ConfigError, Unavailable
 
 START_S: Final = 600.0
 """The longest time until the cluster is ready: a model may have to be loaded and its kernels compiled."""
 STOP_S: Final = 60.0
 """The longest time for a clean end. After it the child is told to stop at once."""
 POLL_S: Final = 0.1
+BAD_SETTING: Final = 2
+"""The exit status by which `pdserve up` tells that a setting is wrong."""
 READY: Final = re.compile(r"^ready;", re.MULTILINE)
 MOST_CHARS: Final = 400
 """The end of the child's output that an error quotes."""
@@ -44,7 +46,7 @@ class OwnCluster:
     """A running `pdserve up` inside `with`. `address` and `admin_address` are those of its router.
 
     prefill, decode: the workers at the start. config: the file of settings for `--config`. flags: further flags of `pdserve
-    up`. Raises `Unavailable` when the cluster does not become ready.
+    up`. Raises `ConfigError` for a wrong setting, and `Unavailable` when the cluster does not become ready.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class OwnCluster:
         assert self._child is not None
         while not READY.search(self._text()):
             if (status := self._child.poll()) is not None:
-                raise Unavailable(f"`pdserve up` ended with status {status} before it was ready: {self._end()}")
+                kind = ConfigError if status == BAD_SETTING else Unavailable
+                raise kind(f"`pdserve up` ended with status {status} before it was ready: {self._end()}")
             if time.monotonic() > deadline_s:
                 raise Unavailable(f"`pdserve up` was not ready after {START_S:g} s: {self._end()}")
             time.sleep(POLL_S)

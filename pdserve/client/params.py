@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any, Final, TypedDict, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Wire
 
 from pdserve.core.errors import InvalidRequest
@@ -17,10 +19,17 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 _Wire = TypeVar("_Wire", bound=Wire)
 
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, or token ids, or either in vLLM's form: {"prompt": text} or {"prompt_token_ids": ids}."""
 Message = Mapping[str, Any]
-"""One message of a chat in OpenAI's form: role, content, and where they are needed name, tool_calls, tool_call_id."""
+"""One message of a chat in OpenAI's form: role, content, and where they are needed name, tool_calls, tool_call_id. The
+content is a text, or a list of parts such as {"type": "text", "text": ...}."""
+
+
+class Unset(Enum):
+    """The value of a field that nobody has set, where None means something else."""
+
+    UNSET = "unset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,8 @@ class SamplingParams:
     """The choice of tokens, and the end of the output. A field that is None is not sent, and has the router's default. The
     names are vLLM's; `SamplingParams` of common.proto explains each field and its limits, which the router checks."""
 
-    max_tokens: int | None = None
+    max_tokens: int | Unset | None = Unset.UNSET
+    """None: as many as fit. Unset, it means the same to a client, and 16 to `LLM`, as to vLLM."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -49,7 +59,8 @@ class SamplingParams:
 
     def to_wire(self) -> common_pb2.SamplingParams:
         """Return the message. Raises `InvalidRequest` naming the field."""
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None and value is not Unset.UNSET}
         if isinstance(self.stop, str):
             given["stop"] = [self.stop]
         return _filled(common_pb2.SamplingParams(), given)
@@ -85,6 +96,15 @@ _SAMPLING: Final = frozenset(field.name for field in fields(SamplingParams))
 _CONSTRAINTS: Final = tuple(field.name for field in common_pb2.StructuredOutputs.DESCRIPTOR.fields)
 _SPECIAL: Final = frozenset({"placement", FIELD, "tools", "tool_choice", "parallel_tool_calls", "template_kwargs"})
 _PLAIN: Final = frozenset(Options.__annotations__) - _SPECIAL
+_KINDS: Final = {
+    FieldDescriptor.CPPTYPE_STRING: "a text",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_INT32: "a whole number that fits 32 bits",
+    FieldDescriptor.CPPTYPE_UINT32: "a whole number from 0 to 4294967295",
+    FieldDescriptor.CPPTYPE_UINT64: "a whole number from 0 to 18446744073709551615",
+}
 _OF_CHATS: Final = ("tools", "tool_choice", "parallel_tool_calls", "template_kwargs")
 _MODES: Final = {
     "auto": inference_pb2.ToolChoice.MODE_AUTO,
@@ -99,10 +119,22 @@ def text_request(prompt: Prompt, sampling: SamplingParams | None, options: Mappi
         if name in options:
             raise InvalidRequest("is only allowed in a chat", field=name)
     request = _request(sampling, options)
-    if isinstance(prompt, str):
-        _filled(request, {"text": prompt})
-    else:
-        _filled(request.tokens, {"ids": list(prompt)}, named="prompt")
+    field = "prompt"
+    if isinstance(prompt, Mapping):
+        for name in prompt:
+            if name not in ("prompt", "prompt_token_ids"):
+                raise InvalidRequest("is no key of a prompt; prompt and prompt_token_ids are", field=f"prompt[{name!r:.100}]")
+        if len(prompt) != 1:
+            raise InvalidRequest("must hold either prompt or prompt_token_ids", field="prompt")
+        ((field, prompt),) = prompt.items()
+    if isinstance(prompt, str) and field == "prompt":
+        return _filled(request, {"text": prompt})
+    if isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable):
+        wanted = (
+            "token ids" if field == "prompt_token_ids" else 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+        )
+        raise InvalidRequest(f"must be {wanted}, got {prompt!r:.100}", field=field)
+    _filled(request.tokens, {"ids": list(prompt)}, named=field)
     return request
 
 
@@ -183,9 +215,10 @@ def _add_message(chat: inference_pb2.ChatPrompt, message: Message, place: str) -
     for name, value in message.items():
         if name not in known and value is not None:
             raise InvalidRequest("is no field of a message", field=f"{place}.{name}")
-    if not isinstance(message.get("content"), str | None):
-        raise InvalidRequest("must be one text", field=f"{place}.content")
     plain = {name: value for name, value in message.items() if name in known - {"tool_calls"} and value is not None}
+    if isinstance(plain.get("content"), list | tuple):  # joined with line ends, as over HTTP and in vLLM
+        parts = [_part(part, f"{place}.content[{i}]") for i, part in enumerate(plain["content"])]
+        plain["content"] = "\n".join(parts)
     wire = _filled(chat.messages.add(), plain, under=f"{place}.")
     for call in message.get("tool_calls") or ():
         try:
@@ -194,6 +227,18 @@ def _add_message(chat: inference_pb2.ChatPrompt, message: Message, place: str) -
         except (KeyError, TypeError, ValueError, AttributeError):
             wanted = 'be {"id": ..., "function": {"name": ..., "arguments": JSON text}}'
             raise InvalidRequest(f"must {wanted}", field=f"{place}.tool_calls") from None
+
+
+def _part(part: Any, place: str) -> str:
+    """Return the text of a part of a message."""
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise InvalidRequest('must be {"type": "text", "text": ...}; no other kind of content is supported', field=place)
+    for name in part:
+        if name not in ("type", "text"):
+            raise InvalidRequest("is no field of a text", field=f"{place}.{name}")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest("must be a text", field=f"{place}.text")
+    return str(part["text"])
 
 
 def _choose(wire: inference_pb2.ToolChoice, choice: str | Mapping[str, Any]) -> None:
@@ -212,7 +257,17 @@ def _filled(message: _Wire, values: Mapping[str, Any], *, named: str = "", under
     for name, value in values.items():
         try:
             kind = type(message)(**{name: value})
-        except (TypeError, ValueError, AttributeError) as exc:
-            raise InvalidRequest(f"cannot be sent: {exc}", field=named or under + name) from None
+        except (TypeError, ValueError, AttributeError):
+            wanted = _wanted(message.DESCRIPTOR.fields_by_name[name])
+            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=named or under + name) from None
         message.MergeFrom(kind)
     return message
+
+
+def _wanted(field: Any) -> str:
+    """Describe what a field of a message can hold. field: its descriptor."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (_wanted(field.message_type.fields_by_name[name]) for name in ("key", "value"))
+        return f"an object with {key} as each key and {value} as its value"
+    kind = _KINDS.get(field.cpp_type, "an object")
+    return f"a list, of which each item is {kind}" if field.is_repeated else kind

@@ -71,6 +71,11 @@ class Choice:
         """`ids`, by the name that vLLM's users know."""
         return self.ids
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the output's tokens. None: the request asked for none."""
+        return sum(one.logprob for one in self.logprobs) if self.logprobs else None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -78,6 +83,10 @@ class RequestOutput:
 
     request_id: str
     outputs: tuple[Choice, ...]
+    prompt: str | None = None
+    """The text of the prompt. None where the request had token ids, or a chat whose text was not asked for: see `LLM`."""
+    prompt_token_ids: tuple[int, ...] | None = None
+    """The token ids of the prompt. None where only the server knows them. `LLM` asks for them; `Client.tokenize` does, too."""
 
     @property
     def text(self) -> str:
@@ -154,11 +163,14 @@ class Gathered:
         if delta.finish_reason is not None:
             choice.last = delta
 
-    def whole(self, request_id: str) -> RequestOutput | None:
-        """Return the answer. None: a choice, or every one, has not ended."""
+    def whole(self, request_id: str, asked: inference_pb2.GenerateRequest) -> RequestOutput | None:
+        """Return the answer to what was asked. None: a choice, or every one, has not ended."""
         outputs = [_closed(index, one) for index, one in sorted(self._choices.items())]
         whole = tuple(output for output in outputs if output is not None)
-        return RequestOutput(request_id, whole) if whole and len(whole) == len(outputs) else None
+        if not whole or len(whole) < len(outputs):
+            return None
+        ids = tuple(asked.tokens.ids) if asked.HasField("tokens") else None
+        return RequestOutput(request_id, whole, asked.text if asked.HasField("text") else None, ids)
 
 
 def _closed(index: int, choice: _Open) -> Choice | None:

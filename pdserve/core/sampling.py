@@ -7,7 +7,7 @@ any worker and in any batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
@@ -21,7 +21,7 @@ LEAST_REPETITION_PENALTY = 0.01
 """Logits are divided by the penalty. A model's logits are far under 1e6, so the results stay far from overflow in float32."""
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """The reason why a request ended without an error. The values are OpenAI's."""
 
     STOP = "stop"

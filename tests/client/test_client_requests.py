@@ -30,6 +30,7 @@ from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError, Unavai
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
+TEXT = {"type": "text", "text": "hi"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 VALUES: dict[str, Any] = {
     "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a", "b"],
@@ -89,7 +90,18 @@ def test_every_field_of_a_request_can_be_set_and_reaches_the_wire() -> None:
         ("messages[1].colour", lambda: chat_request([*MESSAGES, {"role": "user", "colour": 1}], None, {})),
         ("messages[0].tool_calls", lambda: chat_request([{"role": "assistant", "tool_calls": [{"id": "x"}]}], None, {})),
         ("messages[0]", lambda: chat_request(["hi"], None, {})),  # type: ignore[list-item]
-        ("messages[0].content", lambda: chat_request([{"role": "user", "content": [{"text": "x"}]}], None, {})),
+        ("messages[0].content", lambda: chat_request([{"role": "user", "content": {"text": "x"}}], None, {})),
+        ("messages[0].content[0]", lambda: chat_request([{"role": "user", "content": [{"text": "x"}]}], None, {})),
+        ("messages[0].content[1]", lambda: chat_request([{"role": "user", "content": [TEXT, {"type": "image"}]}], None, {})),
+        ("messages[0].content[0].size", lambda: chat_request([{"role": "user", "content": [{**TEXT, "size": 1}]}], None, {})),
+        ("messages[0].content[0].text", lambda: chat_request([{"role": "user", "content": [{"type": "text"}]}], None, {})),
+        ("prompt", lambda: text_request(b"a", None, {})),
+        ("prompt", lambda: text_request(7, None, {})),  # type: ignore[arg-type]
+        ("prompt", lambda: text_request({}, None, {})),
+        ("prompt", lambda: text_request({"prompt": "a", "prompt_token_ids": [1]}, None, {})),
+        ("prompt['image']", lambda: text_request({"image": "a"}, None, {})),
+        ("prompt_token_ids", lambda: text_request({"prompt_token_ids": "abc"}, None, {})),
+        ("prompt_token_ids", lambda: text_request({"prompt_token_ids": ["a"]}, None, {})),
         ("structured_outputs", lambda: text_request("a", None, {"structured_outputs": {"json": {}, "regex": "x"}})),
         ("structured_outputs", lambda: text_request("a", None, {"structured_outputs": {}})),
         ("structured_outputs.yaml", lambda: text_request("a", None, {"structured_outputs": {"yaml": "x"}})),
@@ -99,6 +111,40 @@ def test_what_cannot_be_sent_names_its_field(field: str, make: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         make()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("says", "make"),
+    [
+        (
+            'prompt: must be a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, got 7',
+            lambda: text_request(7, None, {}),
+        ),  # type: ignore[arg-type]
+        (
+            "prompt: must be a list, of which each item is a whole number from 0 to 4294967295, got ['a']",
+            lambda: text_request(["a"], None, {}),  # type: ignore[list-item]
+        ),
+        ("temperature: must be a number, got 'hot'", lambda: SamplingParams(temperature="hot").to_wire()),  # type: ignore[arg-type]
+        ("ignore_eos: must be True or False, got 'no'", lambda: SamplingParams(ignore_eos="no").to_wire()),  # type: ignore[arg-type]
+        (
+            "logit_bias: must be an object with a whole number from 0 to 4294967295 as each key and a number as its value, ",
+            lambda: SamplingParams(logit_bias={"a": 1}).to_wire(),  # type: ignore[dict-item]
+        ),
+    ],
+)
+def test_an_error_spoke_of_python_and_not_of_the_value(says: str, make: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make()
+    assert caught.value.message.startswith(says)
+
+
+def test_prompts_and_messages_have_the_forms_of_vllm() -> None:
+    assert text_request({"prompt": "a"}, None, {}) == text_request("a", None, {})
+    assert text_request({"prompt_token_ids": (1, 2)}, None, {}) == text_request([1, 2], None, {})
+    parts = [TEXT, {"type": "text", "text": "there"}]
+    joined = chat_request([{"role": "user", "content": parts}], None, {}).chat.messages[0].content
+    assert joined == "hi\nthere"
+    assert prompt_request([{"role": "user", "content": [TEXT]}]) == prompt_request(MESSAGES)
 
 
 def test_an_answer_of_openais_client_can_be_sent_back() -> None:
@@ -143,7 +189,7 @@ def test_waits_are_bounded_and_honour_the_server_and_the_deadline(attempt: int, 
 
 
 def test_pieces_of_several_choices_join_to_whole_answers() -> None:
-    gathered = Gathered()
+    gathered, asked = Gathered(), text_request([7, 8], None, {})
     call = inference_pb2.ToolCallDelta
     parts = [
         inference_pb2.GenerateResponse(choice=1, ids=[1], text="a"),
@@ -152,14 +198,17 @@ def test_pieces_of_several_choices_join_to_whole_answers() -> None:
     ]
     for part in parts:
         gathered.add(delta_of(part))
-    assert gathered.whole("r") is None, "choice 1 has not ended"
+    assert gathered.whole("r", asked) is None, "choice 1 has not ended"
     gathered.add(delta_of(inference_pb2.GenerateResponse(choice=1, ids=[4], text="b", finish_reason=2)))
-    whole = gathered.whole("r")
+    whole = gathered.whole("r", asked)
     assert whole is not None
     assert [(one.text, one.ids, one.finish_reason) for one in whole.outputs] == [
         ("xy", (2, 3), FinishReason.STOP),
         ("ab", (1, 4), FinishReason.LENGTH),
     ]
+    assert (whole.prompt, whole.prompt_token_ids) == (None, (7, 8))
+    assert whole.outputs[0].cumulative_logprob is None
+    assert whole.outputs[0].finish_reason == "stop", "vLLM's finish reasons are texts"
     assert whole.outputs[0].tool_calls == (ToolCall(0, "c", "f", "{}"),)
 
 

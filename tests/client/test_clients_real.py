@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pdserve import AsyncClient, Client, RequestOutput, Retries, SamplingParams
+from pdserve import LLM, AsyncClient, Client, RequestOutput, Retries, SamplingParams
 from pdserve.client.llm import _Batch
 from pdserve.client.loop_thread import LoopThread
 from pdserve.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
@@ -172,6 +176,86 @@ def test_a_storm_of_cancels_leaves_nothing(client: Client, cluster: ProcessClust
     assert len(found) == len(threads)
     assert "cancelled" in found
     cluster.assert_empty()
+
+
+QUICK_START = """
+from vllm import LLM, SamplingParams
+
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def main():
+    llm = LLM(model="facebook/opt-125m")
+    outputs = llm.generate(prompts, sampling_params)
+    print("\\nGenerated Outputs:\\n" + "-" * 60)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt:    {prompt!r}")
+        print(f"Output:    {generated_text!r}")
+        print("-" * 60)
+
+
+if __name__ == "__main__":
+    main()
+"""
+"""The program of vLLM's quick start for offline batches, without its comments."""
+
+
+@pytest.fixture
+def shared(cluster: ProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every `LLM` gets the cluster of these tests instead of one of its own, whatever its model. One that its program does not
+    close is closed here, as at the end of a program."""
+    closes: list[Callable[[], None]] = []
+    monkeypatch.setattr("pdserve.client.llm.atexit", types.SimpleNamespace(register=closes.append, unregister=closes.remove))
+    own = contextlib.nullcontext(types.SimpleNamespace(address=cluster.grpc, check=lambda: None))
+    monkeypatch.setattr("pdserve.client.llm.OwnCluster", lambda *_, **__: own)
+    yield
+    for close in [*closes]:
+        close()
+
+
+@pytest.mark.usefixtures("shared")
+def test_the_quick_start_of_vllm_runs_with_one_import_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(QUICK_START.replace("from vllm import", "from pdserve import"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
+    prompts = [ast.literal_eval(line.partition("Prompt:")[2].strip()) for line in lines if line.startswith("Prompt:")]
+    outputs = [ast.literal_eval(line.partition("Output:")[2].strip()) for line in lines if line.startswith("Output:")]
+    assert prompts == re.findall('    "(.*)",', QUICK_START)
+    assert len(outputs) == 4
+    assert all(outputs)
+
+
+@pytest.mark.usefixtures("shared")
+def test_outputs_of_a_batch_have_the_fields_of_vllm_and_16_tokens(client: Client) -> None:
+    """Without parameters, each answer ran to the end of the context."""
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
+    ids = client.tokenize("The sky is")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    with LLM("tiny") as llm:
+        by_text, by_ids = llm.generate([{"prompt": "The sky is"}, {"prompt_token_ids": ids}], greedy, use_tqdm=False)
+        (one,) = llm.generate({"prompt": "The sky is"}, use_tqdm=False)
+        (said,) = llm.chat(parts, replace(greedy, max_tokens=3), use_tqdm=False)
+        (whole,) = llm.generate([5] * 2000, replace(greedy, max_tokens=None), use_tqdm=False)
+    assert (by_text.prompt, by_text.prompt_token_ids) == ("The sky is", ids)
+    assert (by_ids.prompt, by_ids.prompt_token_ids) == (None, ids)
+    output = by_text.outputs[0]
+    assert output.token_ids == by_ids.outputs[0].token_ids
+    assert (len(output.token_ids), output.finish_reason) == (16, "length")
+    assert output.cumulative_logprob == pytest.approx(sum(each.logprob for each in output.logprobs))
+    assert len(one.outputs[0].token_ids) <= 16
+    chat = [{"role": "user", "content": "hello"}]
+    assert said.outputs[0].text == client.chat(chat, replace(greedy, max_tokens=3)).text
+    assert said.prompt_token_ids == client.tokenize(chat)
+    assert said.prompt == client.detokenize(said.prompt_token_ids)
+    assert len(said.prompt_token_ids) == said.outputs[0].prompt_tokens
+    assert len(whole.outputs[0].token_ids) == client.model_info().max_model_len - 2000, "None asks for as many as fit"
 
 
 def test_a_batch_of_which_the_cluster_is_gone_ends_at_once(cluster: ProcessCluster) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.client import own_cluster
 from pdserve.client.own_cluster import OwnCluster
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import ConfigError, Unavailable
 
 SERVES = """
 import signal, sys, time
@@ -57,6 +57,14 @@ def test_an_error_inside_stops_it_too():
     with pytest.raises(KeyboardInterrupt), OwnCluster(1, 1, None, program=program(SERVES)):
         raise KeyboardInterrupt
     assert children() == before
+
+
+def test_a_wrong_setting_is_told_as_one():
+    with (
+        pytest.raises(ConfigError, match="error: no such model"),
+        OwnCluster(1, 1, None, program=program("print('error: no such model'); raise SystemExit(2)")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
