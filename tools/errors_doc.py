@@ -15,7 +15,8 @@ HEAD: Final = f"""# Errors
 Generated from `pdserve/core/error_table.py` by `make docs`; do not edit.
 
 A failed call carries its reason in gRPC's trailing metadata `{REASON_METADATA}` and in `error.code` of an HTTP body (there
-OpenAI's own `model_not_found` stands for `unknown_model`). The same word is the label of the metrics
+OpenAI's own `model_not_found` stands for `unknown_model`, and `context_length_exceeded` for a request that is longer than
+the model's context, which is an `invalid_request`). The same word is the label of the metrics
 `pdserve_requests_total{{outcome}}`, `pdserve_requests_rejected_total{{reason}}` and `pdserve_retries_total{{reason}}`. Where a
 client should try again, `{RETRY_AFTER_METADATA}` (gRPC) or `Retry-After` (HTTP) says after how many seconds. A request that had
 been queued tells how far it came: `{TIMELINE_METADATA}`, as JSON, in the trailing metadata, in a header of the HTTP answer, or

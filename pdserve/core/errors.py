@@ -62,6 +62,36 @@ class InvalidRequest(PdserveError):
         self.field = field
 
 
+class ContextOverflow(InvalidRequest):
+    """Prompt and output together are longer than the model's context.
+
+    The first words are those of OpenAI and vLLM, and "prompt is too long" those of Anthropic: frameworks look for either of
+    them before they shorten a chat or turn to another model.
+    """
+
+    @classmethod
+    def of_prompt(cls, size: str, max_model_len: int, *, field: str) -> ContextOverflow:
+        """Return the error of a prompt, whose `size` is told in words. One token of output needs room, too."""
+        name = field.partition("[")[0]
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, your {name} resulted in {size}. "
+            f"The prompt is too long: please reduce the length of the {name} to at most {max_model_len - 1} tokens "
+            "(max_model_len).",
+            field=field,
+        )
+
+    @classmethod
+    def of_output(cls, max_tokens: int, prompt_tokens: int, max_model_len: int, *, prompt: str) -> ContextOverflow:
+        """Return the error of too large an output behind a prompt that fits. `prompt` is the name of the prompt's field."""
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {prompt}, {max_tokens} in the completion). The "
+            f"prompt is too long for that: please reduce the length of the {prompt} or completion. At most "
+            f"{max_model_len - prompt_tokens} tokens can follow (max_model_len).",
+            field="max_tokens",
+        )
+
+
 class UnknownModel(InvalidRequest):
     """The client asked for a model that is not served here."""
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Generation, unfinished
 from router.api.choices import likeliest, submit_choices
@@ -20,7 +20,7 @@ from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add
 from router.openai.echo import NOTHING_SHOWN, PromptView
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
-from router.openai.names import renamed
+from router.openai.names import as_written
 from router.openai.request import Call, candidate_ids
 from router.openai.tool_chunks import Gathered, tool_chunk
 
@@ -46,10 +46,8 @@ class _Output:
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
     """Run a call and write its answer. Raises a `PdserveError`; `reply.started` then tells whether something was already
     sent."""
-    try:
+    with as_written(call.names):
         await (_beams if call.choices.beam_width else _candidates)(api, call, reply)
-    except InvalidRequest as exc:
-        raise renamed(exc, call.names) from exc
 
 
 async def _candidates(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -59,7 +57,8 @@ async def _candidates(api: RouterApi, call: Call, reply: Reply) -> None:
         if not call.stream:
             _check_size(call, reply.max_gathered_bytes)
         for i, request in enumerate(call.inputs):
-            await submit_choices(api, request, candidate_ids(call, i), generations, ranked=call.choices.ranked)
+            with as_written(call.place_of(i)):
+                await submit_choices(api, request, candidate_ids(call, i), generations, ranked=call.choices.ranked)
         envelope = Envelope(call, api.model_name)
         if call.stream:
             await _stream(api, call, envelope, generations, reply)
@@ -260,7 +259,10 @@ async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
     """Answer with the beams of one prompt after the other. They have no report: a search is many requests."""
     envelope = Envelope(call, api.model_name)
     ends_s = ends_at_s(api, call.inputs[0].deadline_s)
-    answers: list[BeamAnswer] = [await beam_search(api, request, call.choices, ends_s) for request in call.inputs]
+    answers: list[BeamAnswer] = []
+    for i, request in enumerate(call.inputs):
+        with as_written(call.place_of(i)):
+            answers.append(await beam_search(api, request, call.choices, ends_s))
     outputs = [out for one in answers for out in one.outputs]
     choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
     totals = usage(sum(len(one.prompt_ids) for one in answers), sum(len(out.ids) for out in outputs))

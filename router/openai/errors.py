@@ -7,9 +7,10 @@ import math
 from typing import Any, Final
 
 from pdserve.core.error_table import TABLE, retry_after_s
-from pdserve.core.errors import ErrorCode, InvalidRequest, PdserveError, RouterStopping
+from pdserve.core.errors import ContextOverflow, ErrorCode, InvalidRequest, PdserveError, RouterStopping
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
+_OVERFLOW_CODE: Final = "context_length_exceeded"
 """Clients match on the codes that OpenAI itself has. For other errors our own codes say more."""
 
 
@@ -21,7 +22,7 @@ def encode_json(payload: Any) -> bytes:
 def error_payload(error: PdserveError) -> dict[str, Any]:
     """Return the error in OpenAI's shape. `param` is the field of an `InvalidRequest`, else null."""
     param = error.field if isinstance(error, InvalidRequest) else None
-    code = _OPENAI_CODES.get(error.code, error.code.value)
+    code = _OVERFLOW_CODE if isinstance(error, ContextOverflow) else _OPENAI_CODES.get(error.code, error.code.value)
     return {"error": {"message": error.message, "type": TABLE[error.code].openai_type, "param": param, "code": code}}
 
 

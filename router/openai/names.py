@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import FIELD, ConstraintKind
-from router.openai.body import Body, CompletionBody
+from router.openai.body import Body, ChatBody, CompletionBody
 
 Names = tuple[tuple[str, str], ...]
 """Pairs of the router's name of a field and the client's. The name of a field inside it begins with its name and a dot."""
 
+EFFORT: Final = "reasoning_effort"
+"""A field of a chat, and the variable of the template that it becomes."""
 _FORMAT: Final = "response_format"
 
 
@@ -19,6 +23,8 @@ def written_names(body: Body) -> Names:
     names: list[tuple[str, str]] = []
     if body.max_completion_tokens is not None:
         names.append(("max_tokens", "max_completion_tokens"))
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        names.append((f"chat_template_kwargs.{EFFORT}", EFFORT))
     if body.response_format is not None:
         names.append((f"{FIELD}.{ConstraintKind.JSON_SCHEMA.value}", f"{_FORMAT}.json_schema.schema"))
         names.append((FIELD, _FORMAT))
@@ -27,10 +33,14 @@ def written_names(body: Body) -> Names:
     return tuple(names)
 
 
-def renamed(error: InvalidRequest, names: Names) -> InvalidRequest:
-    """Return the error with the name that the client wrote."""
-    for own, written in names:
-        if error.field == own or error.field.startswith(f"{own}."):
-            told = error.message.removeprefix(error.field).removeprefix(": ")
-            return type(error)(f"{written}: {told}", field=written)
-    return error
+@contextlib.contextmanager
+def as_written(names: Names) -> Iterator[None]:
+    """Give errors the name that the client wrote."""
+    try:
+        yield
+    except InvalidRequest as exc:
+        for own, written in names:
+            if exc.field == own or exc.field.startswith(f"{own}."):
+                told = exc.message.removeprefix(exc.field).removeprefix(": ")
+                raise type(exc)(f"{written}: {told}", field=written) from exc
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pdserve.core.errors import ContextOverflow
 from pdserve.core.limits import MAX_MESSAGES
 from router.api.request import ChatMessage, Prompt
 from router.openai.body import Message, Part
@@ -45,7 +46,7 @@ def _prompt_ids(values: list[Any], field: str, max_tokens: int) -> tuple[int, ..
     if not values:
         raise refuse(field, "must hold at least one token id")
     if len(values) > max_tokens:
-        raise refuse(field, f"has {len(values)} tokens; at most {max_tokens} fit max_model_len {max_tokens + 1}")
+        raise ContextOverflow.of_prompt(f"{len(values)} tokens", max_tokens + 1, field=field)
     return token_ids(convert(values, tuple[int, ...], field), field)
 
 

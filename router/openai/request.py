@@ -55,6 +55,12 @@ class Call:
     """The fields of the body that were left out."""
     shown: PromptShown = NOTHING_SHOWN
     names: Names = ()
+    listed: bool = False
+    """The client wrote a list of prompts, so an error names the place of its prompt in the list."""
+
+    def place_of(self, index: int) -> Names:
+        """Return the name of the prompt of `inputs[index]` as the client wrote it."""
+        return (("prompt", f"prompt[{index}]"),) if self.listed else ()
 
     def of_client(self, client: tuple[str, ...]) -> Call:
         """Return the call with the names of its client in each request."""
@@ -78,7 +84,9 @@ def parse_completion(
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _COMPLETION)
     refuse_unsupported(fields)
-    return replace(_call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens)), ignored=ignored)
+    call = _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
+    listed = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
+    return replace(call, ignored=ignored, listed=listed)
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:

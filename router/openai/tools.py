@@ -11,6 +11,7 @@ import msgspec
 from router.api.request import ChatMessage, ChatPrompt, Prompt, Tool, ToolCall, ToolChoice, ToolMode
 from router.openai.body import EMPTY, NULL, ChatBody, FunctionFields, Message, MessageCall, ToolFields
 from router.openai.json import decode, refuse, show
+from router.openai.names import EFFORT
 
 MAX_TOOLS: Final = 128  # OpenAI's limit, for definitions and for the calls of a message
 MAX_TOOLS_BYTES: Final = 256 << 10
@@ -27,7 +28,6 @@ _CALLS: Final = msgspec.json.Decoder(list[MessageCall])
 _NOTHING: Final = (bytes(NULL), *map(msgspec.json.encode, EMPTY))
 """Clients send an answer's message back with such values in fields that it did not use."""
 _FUNCTION: Final = msgspec.json.Decoder(FunctionFields)
-_EFFORT: Final = "reasoning_effort"
 _NO_EFFORT: Final = "none"
 
 
@@ -173,6 +173,6 @@ def _variables(body: ChatBody) -> str:
     if body.reasoning_effort in (None, _NO_EFFORT):
         return text
     given = decode(text.encode(), _OBJECT) if text else {}
-    if _EFFORT in given:
-        raise refuse(_EFFORT, "is not allowed beside the variable of the same name")
-    return msgspec.json.encode({**given, _EFFORT: body.reasoning_effort}).decode()
+    if EFFORT in given:
+        raise refuse(EFFORT, "is not allowed beside the variable of the same name")
+    return msgspec.json.encode({**given, EFFORT: body.reasoning_effort}).decode()

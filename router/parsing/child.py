@@ -51,13 +51,13 @@ def pack(result: Any) -> Any:
 
 
 def answer(job: Job) -> tuple[str, Any]:
-    """Return ("parsed", result) or ("refused", (message, field))."""
+    """Return ("parsed", result) or ("refused", (class, message, field))."""
     try:
         return "parsed", pack(parse(job))
     except InvalidRequest as exc:
-        return "refused", (exc.message, exc.field)
+        return "refused", (type(exc), exc.message, exc.field)
     except MemoryError:
-        return "refused", ("body: takes too much memory to be read", "body")
+        return "refused", (InvalidRequest, "body: takes too much memory to be read", "body")
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

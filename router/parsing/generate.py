@@ -7,7 +7,7 @@ from collections.abc import MutableMapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import ContextOverflow, InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
 from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
@@ -161,8 +161,7 @@ def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeReq
         return request.text
     if kind == "tokens" and isinstance(request, inference_pb2.GenerateRequest):
         if (count := len(request.tokens.ids)) > max_tokens:
-            fit = f"at most {max_tokens} fit max_model_len {max_tokens + 1}"
-            raise InvalidRequest(f"has {count} tokens; {fit}", field="prompt")
+            raise ContextOverflow.of_prompt(f"{count} tokens", max_tokens + 1, field="prompt")
         return tuple(request.tokens.ids)
     if kind == "chat":
         if not request.chat.messages:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
+from pdserve.core.errors import InternalBug, Overloaded
 from router.openai.request import Call
 from router.openai.responses.request import ResponsesCall
 from router.parsing.child import LENGTH
@@ -61,8 +61,8 @@ class RequestParser:
             return parse(job)
         verdict, result = await self._in_child(job)
         if verdict == "refused":
-            message, field = result
-            raise InvalidRequest(message, field=field)
+            kind, message, field = result
+            raise kind(message, field=field)
         return await _unpacked(result)
 
     async def _in_child(self, job: Job) -> tuple[str, Any]:

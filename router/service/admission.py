@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import DeadlineExceeded, InvalidRequest, UnknownModel
+from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
 from pdserve.core.logprobs import check_prompt_logprobs
@@ -18,7 +18,7 @@ from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.client_names import number_of
 from router.api.identity import new_request_id
-from router.api.request import SESSION_ID, GenerateInput, Prompt, is_chat
+from router.api.request import SESSION_ID, GenerateInput, is_chat
 from router.core.events import Submit
 from router.service.limits import LengthLimit
 from router.service.model import ServedModel
@@ -91,11 +91,13 @@ class Admission:
             prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:
             prompt_ids = leader.spec.prompt_ids
-        self._check_length(request.prompt, prompt_ids)
+        prompt_field = "messages" if is_chat(request.prompt) else "prompt"
+        if len(prompt_ids) >= (limit := self._limit.max_model_len):
+            raise ContextOverflow.of_prompt(f"{len(prompt_ids)} tokens", limit, field=prompt_field)
         self._check_placement(request.placement, len(prompt_ids))
         spec = RequestSpec(
             prompt_ids,
-            self._sampling(request.sampling, len(prompt_ids)),
+            self._sampling(request.sampling, len(prompt_ids), prompt_field),
             **self._options(request.options, slo),
             tpot_s=slo.tpot_s or 0.0,
             client=number_of(request.client[:-1]),
@@ -177,17 +179,8 @@ class Admission:
             raise InvalidRequest(f"must be at most {limit_s:g}{of_class}, got {asked:g}", field="deadline_s")
         return asked
 
-    def _check_length(self, prompt: Prompt, ids: tuple[int, ...]) -> None:
+    def _sampling(self, fields: Mapping[str, Any], prompt_len: int, prompt_field: str) -> SamplingParams:
         limit = self._limit.max_model_len
-        if len(ids) >= limit:
-            raise InvalidRequest(
-                f"has {len(ids)} tokens; max_model_len is {limit} for prompt and output, so at most {limit - 1} are allowed",
-                field="messages" if is_chat(prompt) else "prompt",
-            )
-
-    def _sampling(self, fields: Mapping[str, Any], prompt_len: int) -> SamplingParams:
-        limit = self._limit.max_model_len
-        room = limit - prompt_len
         values = dict(fields)
         if "max_tokens" not in values:
             values["max_tokens"] = self._limit.open_ended_room(prompt_len)
@@ -196,12 +189,8 @@ class Admission:
         if "logit_bias" in values:
             values["logit_bias"] = tuple(sorted(values["logit_bias"].items()))
         params = SamplingParams(**values)
-        if params.max_tokens > room:
-            raise InvalidRequest(
-                f"{params.max_tokens} is too large: the prompt has {prompt_len} tokens and max_model_len is {limit}, "
-                f"so at most {room} can follow",
-                field="max_tokens",
-            )
+        if params.max_tokens > limit - prompt_len:
+            raise ContextOverflow.of_output(params.max_tokens, prompt_len, limit, prompt=prompt_field)
         check_prompt_logprobs(prompt_len, params.prompt_logprobs)
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")

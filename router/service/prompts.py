@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import ContextOverflow, InvalidRequest, Overloaded
 from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
 from router.service.chat_text import chat_chars, chat_text
 from router.service.limits import LengthLimit
@@ -67,7 +67,7 @@ class PromptEncoder:
     def _check_count(self, count: int) -> None:
         limit = self._limit.max_model_len
         if count >= limit:
-            raise InvalidRequest(f"has {count} tokens; at most {limit - 1} fit max_model_len {limit}", field="prompt")
+            raise ContextOverflow.of_prompt(f"{count} tokens", limit, field="prompt")
 
     def _ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         if not ids:
@@ -116,4 +116,4 @@ class PromptEncoder:
     def _check_chars(self, count: int, field: str) -> None:
         limit = self._limit.max_model_len
         if count > limit * MAX_CHARS_PER_TOKEN:
-            raise InvalidRequest(f"has {count} characters, more than could fit max_model_len {limit} tokens", field=field)
+            raise ContextOverflow.of_prompt(f"more than {limit} tokens, since it has {count} characters", limit, field=field)

@@ -140,6 +140,43 @@ def test_bad_requests_name_the_field_and_the_service_goes_on() -> None:
     run(story())
 
 
+OVERFLOWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("completions", "prompt", {"prompt": [1] * 256}),
+    ("completions", "prompt", {"prompt": [1] * 20_000}),  # a process of its own parses so large a body
+    ("completions", "prompt", {"prompt": "word " * 4000}),
+    ("completions", "prompt", {"prompt": "x" * 100_000}),
+    ("completions", "prompt[1]", {"prompt": [[1], [1] * 256]}),
+    ("completions", "max_tokens", {"prompt": [1, 2], "max_tokens": 255}),
+    ("chat/completions", "messages", {"messages": [{"role": "user", "content": "word " * 4000}]}),
+    (
+        "chat/completions",
+        "max_completion_tokens",
+        {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 256},
+    ),
+    ("responses", "input", {"input": "word " * 4000}),
+    ("responses", "max_output_tokens", {"input": "a", "max_output_tokens": 256}),
+]
+
+
+def test_frameworks_know_the_error_of_a_context_that_is_too_long() -> None:
+    """litellm 1.110 looks for OpenAI's words in the client's error, and langchain-openai 1.7 for Anthropic's words, since the
+    text of openai's error has no code any more. Both then tell their callers of an overflow."""
+
+    async def story() -> None:
+        async with http_cluster() as (cluster, base), client(base) as c:
+            for path, field, body in OVERFLOWS:
+                for stream in (False, True):
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await c.post(f"/{path}", cast_to=object, body={**body, "stream": stream})
+                    error = caught.value
+                    assert (error.code, error.param) == ("context_length_exceeded", field), body.keys()
+                    assert "this model's maximum context length is 256 tokens. however, you" in str(error).lower()
+                    assert "prompt is too long" in error.message
+            await cluster.assert_idle()
+
+    run(story())
+
+
 def test_a_full_queue_is_429_with_a_hint() -> None:
     async def story() -> None:
         async with http_cluster(max_queued_requests=1) as (cluster, base):

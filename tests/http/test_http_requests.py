@@ -209,6 +209,10 @@ def test_what_replaced_a_field_is_named() -> None:
         ("prompt_logprobs", "logprobs", completion(echo=True, logprobs=3)),
         ("prompt_logprobs", "prompt_logprobs", completion(echo=True, logprobs=3, prompt_logprobs=1)),
         ("top_p", "top_p", chat(max_completion_tokens=9, response_format=SCHEMA)),
+        ("chat_template_kwargs.reasoning_effort", "reasoning_effort", chat(reasoning_effort="low")),
+        ("prompt", "prompt", completion(prompt=[1, 2])),
+        ("prompt", "prompt[0]", completion(prompt=["a", "b"])),
+        ("prompt", "prompt[0]", completion(prompt=[[1]], use_beam_search=True, temperature=0)),
     ],
 )
 def test_an_error_of_the_router_has_the_name_that_the_client_wrote(own: str, written: str, call: Any) -> None:

@@ -219,7 +219,7 @@ def test_a_response_is_the_request_of_a_chat() -> None:
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
         ("text.format.schema", {"text": {"format": {"type": "text", "schema": {}}}}),
         ("text.format", {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "x"}}),
-        ("metadata", {"metadata": {"k" * 65: ""}}), ("metadata", {"metadata": {str(i): "" for i in range(17)}}),
+        ('metadata["a key"]', {"metadata": {"a key": "v" * 513}}), ("metadata", {"metadata": {str(i): "" for i in range(17)}}),
         ("input", {"input": []}), ("input", {"input": None}), ("input[0]", {"input": [3]}),
         ("input[1].type", {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "x"}]}),
         ("input[0].content[0].type", {"input": [{"type": "reasoning", "content": [{"type": "summary_text", "text": "x"}]}]}),

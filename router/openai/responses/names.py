@@ -43,4 +43,4 @@ class Names:
             new = _CONSTRAINT.sub("text.format", new)
         if new == old:
             return error
-        return InvalidRequest(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
+        return type(error)(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)

@@ -191,7 +191,8 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise refuse("metadata", f"holds {len(metadata)} pairs; at most {MAX_METADATA} are allowed")
     for key, value in metadata.items():
         if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
-            raise refuse("metadata", f"allows {MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value")
+            field = f'metadata["{show(key)[1:-1]}"]'
+            raise refuse(field, f"allows {MAX_KEY_CHARS} characters of a key and {MAX_VALUE_CHARS} of a value")
 
 
 def _repeated(fields: ResponsesBody, tools: list[FunctionTool]) -> bytes:
