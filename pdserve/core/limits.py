@@ -42,17 +42,15 @@ class IntRange:
 
 @dataclass(frozen=True, slots=True)
 class RealRange:
-    """Numbers in [`low`, `high`], and 0 with `or_zero`."""
+    """Numbers in [`low`, `high`]."""
 
     low: float
     high: float
-    or_zero: bool = False
 
     def check(self, name: str, value: float) -> None:
         """Raise `InvalidRequest` for a number outside the range. NaN is in no range."""
-        if not self.low <= value <= self.high and not (self.or_zero and value == 0):
-            either = "0 or " if self.or_zero else ""
-            raise InvalidRequest(f"must be {either}a number in [{self.low:g}, {self.high:g}], got {value}", field=name)
+        if not self.low <= value <= self.high:
+            raise InvalidRequest(f"must be a number in [{self.low:g}, {self.high:g}], got {value}", field=name)
 
 
 @dataclass(frozen=True, slots=True)

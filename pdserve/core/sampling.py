@@ -14,9 +14,12 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxCount, RealRange, TextLengths, check_fields, limited
 
 SEED_LIMIT = 1 << 64
+GREEDY_BELOW: Final = 1e-5
+"""A temperature below this is 0, as in vLLM (`_SAMPLING_EPS` of its sampling_params.py). Draws are computed in float32, where
+logits over 3e38 times the temperature overflow."""
 LEAST_REAL = 1e-6
-"""The smallest temperature, top_p and min_p other than 0. Draws are computed in float32: logits over 3e38 times the
-temperature overflow, and a smaller top_p or min_p may round to 0. vLLM takes a temperature under 1e-5 as greedy."""
+"""The smallest top_p, and the smallest min_p other than 0, since less may round to 0 in float32. A smaller top_p counts as this
+one, which leaves the likeliest token alone, and a smaller min_p as 0."""
 LEAST_REPETITION_PENALTY = 0.01
 """Logits are divided by the penalty. A model's logits are far under 1e6, so the results stay far from overflow in float32."""
 
@@ -69,10 +72,10 @@ class SamplingParams:
     """
 
     max_tokens: int = limited(16, IntRange(1, 1 << 31))
-    temperature: float = limited(1.0, RealRange(LEAST_REAL, 2.0, or_zero=True))
+    temperature: float = limited(1.0, RealRange(0.0, 2.0))
     top_k: int = limited(0, IntRange(0, 1 << 31))
-    top_p: float = limited(1.0, RealRange(LEAST_REAL, 1.0))
-    min_p: float = limited(0.0, RealRange(LEAST_REAL, 1.0, or_zero=True))
+    top_p: float = limited(1.0, RealRange(0.0, 1.0))
+    min_p: float = limited(0.0, RealRange(0.0, 1.0))
     seed: int = limited(0, IntRange(0, SEED_LIMIT - 1))
     stop: tuple[str, ...] = limited((), MaxCount(16, "strings"), TextLengths(1, 1024))
     """OpenAI allows 4 strings; vLLM has no limit. Each string is searched for at each token."""
@@ -100,8 +103,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._lift_tiny()
         IntRange(0, self.max_tokens).check("min_tokens", self.min_tokens)
         self._derive()
+
+    def _lift_tiny(self) -> None:
+        """Replace what float32 cannot hold by the nearest value that it can."""
+        if 0.0 < self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_p < LEAST_REAL:
+            object.__setattr__(self, "top_p", LEAST_REAL)
+        if 0.0 < self.min_p < LEAST_REAL:
+            object.__setattr__(self, "min_p", 0.0)
 
     def _derive(self) -> None:
         """Compute the derived fields once for each request, because every row of every step reads them."""

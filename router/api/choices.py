@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, RealRange, limit_of
-from pdserve.core.sampling import SEED_LIMIT, SamplingParams
+from pdserve.core.sampling import GREEDY_BELOW, SEED_LIMIT, SamplingParams
 from pdserve.core.structured.constraint import FIELD
 from router.api.answer import Generation
 from router.api.identity import draw_seed, new_request_id
@@ -81,7 +81,7 @@ def check_beams(request: GenerateInput) -> None:
     """Check that a beam search can do what the request asks for. Raises `InvalidRequest` naming the first field that it
     cannot."""
     temperature = request.sampling.get("temperature", 0.0)
-    if temperature != 0.0:
+    if not 0.0 <= temperature < GREEDY_BELOW:
         raise InvalidRequest(f"must be 0 or not set beside a beam search, got {temperature:g}", field="temperature")
     for name, value in request.sampling.items():
         if name not in _FREE_IN_BEAMS and name in _NEUTRAL and value != _NEUTRAL[name]:

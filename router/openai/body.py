@@ -166,6 +166,7 @@ if TYPE_CHECKING:
         top_p: float | None
         top_k: int | None
         seed: int | None
+        priority: int | None
 
 else:
     Scalars = defstruct(

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.core.limits import IntRange, MaxCount, limit_of
-from pdserve.core.request_spec import OPTIONS
+from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from router.openai.body import SCALARS, Body, ChatBody, CompletionBody
 from router.openai.echo import PromptShown
@@ -19,6 +19,7 @@ from router.openai.prompt import token_ids
 COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions only; a chat answer may use the whole context
 _MAX_TOKENS: Final = limit_of(SamplingParams, "max_tokens", IntRange)
 _LOGPROBS: Final = limit_of(SamplingParams, "logprobs", IntRange)
+_PRIORITY: Final = limit_of(RequestSpec, "priority", IntRange)
 _SEED: Final = IntRange(-(1 << 63), limit_of(SamplingParams, "seed", IntRange).high)
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _PLAIN: Final = tuple(name for name in SCALARS if name not in OPTIONS)
@@ -58,8 +59,11 @@ def read_shown(body: CompletionBody | ChatBody) -> PromptShown:
 
 
 def read_options(body: CompletionBody | ChatBody) -> dict[str, Any]:
-    """Return the fields of `RequestSpec` that the client set, beside prompt and sampling."""
-    return {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
+    """Return the fields of `RequestSpec` that the client set, beside prompt and sampling. Raises `InvalidRequest`."""
+    options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
+    if (priority := _in_range("priority", body.priority, _PRIORITY)) is not None:
+        options["priority"] = -priority  # vLLM's clients write a lower number for what goes first, the router a higher one
+    return options
 
 
 def _in_range(field: str, value: int | None, limit: IntRange) -> int | None:

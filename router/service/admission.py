@@ -147,7 +147,10 @@ class Admission:
         """Refuse a head start that the settings do not grant. It is not cut down in silence."""
         most, asked = self._config.max_client_priority, options.get("priority", 0)
         if asked > most:
-            raise InvalidRequest(f"must be at most {most} here (router.max_client_priority), got {asked}", field="priority")
+            raise InvalidRequest(
+                f"asks for a head start of {asked} levels; at most {most} are granted here (router.max_client_priority)",
+                field="priority",
+            )
 
     def _check_placement(self, asked: Placement | None, prompt_len: int) -> None:
         """Refuse to let a client put a long prompt on a decode worker, where it would slow all streams down."""

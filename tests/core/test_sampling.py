@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.sampling import SamplingParams, uniform
+from pdserve.core.sampling import GREEDY_BELOW, LEAST_REAL, SamplingParams, uniform
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from pdserve.core.sampling import SamplingParams, uniform
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("top_k", -1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", math.nan),
@@ -65,6 +65,19 @@ def test_a_bad_value_is_refused_by_name(field, value):
 def test_who_is_plainly_greedy_and_who_changes_logits(fields, edits, plain):
     params = SamplingParams(**fields)
     assert (params.edits_logits, params.plainly_greedy) == (edits, plain)
+
+
+def test_almost_greedy_values_are_greedy_as_at_openai_and_vllm():
+    """1e-8, which scripts write for a model that forbids 0, was refused, and so was `top_p: 0`."""
+    assert SamplingParams(temperature=9.9e-6).greedy
+    assert not SamplingParams(temperature=GREEDY_BELOW).greedy
+    assert SamplingParams(temperature=1e-8) == SamplingParams(temperature=0.0)
+    assert SamplingParams(top_p=0.0) == SamplingParams(top_p=LEAST_REAL)
+    assert SamplingParams(min_p=1e-9) == SamplingParams(min_p=0.0)
+    for field in ("temperature", "top_p", "min_p"):
+        for value in (-5e-324, -1e-9, math.nan):
+            with pytest.raises(InvalidRequest, match=rf"^{field}: must be a number in \[0, "):
+                SamplingParams(**{field: value})
 
 
 def test_draws_are_uniform_and_unrelated_between_neighbours():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.core.logit_edits import edits_of
-from pdserve.core.sampling import LEAST_REAL, SamplingParams
+from pdserve.core.sampling import GREEDY_BELOW, SamplingParams
 from pdserve.core.step_plan import SampleSpec
 
 
@@ -25,7 +25,7 @@ def params_strategy(draw: st.DrawFn, vocab: int) -> SamplingParams:
     biases = st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-100.0, -1.5, 0.1, 3.0]), max_size=4)
     return SamplingParams(
         max_tokens=1 << 20,
-        temperature=draw(st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0, LEAST_REAL])),
+        temperature=draw(st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0, GREEDY_BELOW])),
         top_k=draw(st.sampled_from([0, 0, 1, 3, 7, 8, 50, vocab + 1])),
         top_p=draw(st.sampled_from([0.05, 0.5, 0.931, 1.0, 1.0])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.03, 0.41, 1.0])),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import edited, probabilities, sampling_cases, spec_of
 
-from pdserve.core.sampling import LEAST_REAL, SamplingParams, uniform
+from pdserve.core.sampling import GREEDY_BELOW, SamplingParams, uniform
 from pdserve.core.step_plan import SampleSpec
 from pdserve.engine import sampler
 from pdserve.engine.sampler import distribution, sample
@@ -82,8 +82,12 @@ def test_banned_ids_are_never_drawn(temperature):
     assert drawn <= {2, 3}
 
 
-def test_a_tiny_temperature_is_greedy_and_overflows_nothing():
-    assert draw([1.0, 3.0, 2.0], temperature=LEAST_REAL) == 1
+def test_the_smallest_temperature_takes_the_likeliest_token_and_overflows_nothing():
+    assert draw([1.0, 3.0, 2.0], temperature=GREEDY_BELOW) == 1
+
+
+def test_a_top_p_of_0_takes_the_likeliest_token():
+    assert {draw([1.0, 3.0, 2.0], index, top_p=0.0, temperature=2.0) for index in range(50)} == {1}
 
 
 @settings(max_examples=100, deadline=None)

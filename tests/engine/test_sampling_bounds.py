@@ -13,7 +13,7 @@ from sampling_cases import spec_of
 from torch import Tensor
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.sampling import LEAST_REAL, LEAST_REPETITION_PENALTY, SamplingParams
+from pdserve.core.sampling import GREEDY_BELOW, LEAST_REAL, LEAST_REPETITION_PENALTY, SamplingParams
 from pdserve.core.step_plan import SampleSpec
 from pdserve.engine.native import library
 from pdserve.engine.sampler import _edit, sample, weigh
@@ -24,7 +24,7 @@ SAID: list[int] = [3, 5, 5, 9, 300]
 HEARD: list[int] = [5, 7, 7, 7, 511]
 
 RANGES = {
-    "temperature": (LEAST_REAL, 2.0, True),
+    "temperature": (GREEDY_BELOW, 2.0, True),
     "top_p": (LEAST_REAL, 1.0, False),
     "min_p": (LEAST_REAL, 1.0, True),
     "repetition_penalty": (LEAST_REPETITION_PENALTY, 2.0, False),
@@ -81,7 +81,7 @@ def compiled(make_runner):
 @given(logits=rows(), params=any_accepted())
 @example(
     logits=torch.arange(VOCAB).float()[None],
-    params=SamplingParams(max_tokens=100, repetition_penalty=LEAST_REPETITION_PENALTY, temperature=LEAST_REAL),
+    params=SamplingParams(max_tokens=100, repetition_penalty=LEAST_REPETITION_PENALTY, temperature=GREEDY_BELOW),
 )
 def test_no_accepted_combination_gives_nan_or_a_token_that_has_no_weight(compiled, logits: Tensor, params: SamplingParams):
     spec = spec_of(params, SAID, HEARD)
@@ -94,7 +94,7 @@ def test_no_accepted_combination_gives_nan_or_a_token_that_has_no_weight(compile
         assert compiled(logits.clone(), [spec]) == taken
 
 
-@pytest.mark.parametrize("temperature", [LEAST_REAL, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [GREEDY_BELOW, 1.0, 2.0])
 def test_equals_at_the_top_are_all_drawn_at_any_temperature(temperature: float):
     logits = torch.zeros(1, VOCAB)
     logits[0, [4, 77, 500]] = 9e5
@@ -104,11 +104,13 @@ def test_equals_at_the_top_are_all_drawn_at_any_temperature(temperature: float):
 
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("tiny", [1e-300, 5e-324, 1e-40, 1e-7])
-def test_what_float32_cannot_hold_is_refused_by_name_and_limit(name: str, tiny: float):
+def test_what_float32_cannot_hold_is_refused_by_name_or_taken_as_the_nearest_value(name: str, tiny: float):
     """A repetition_penalty of 1e-300 passed, and every draw was id 0."""
     low, high, _ = RANGES[name]
-    if low < 0:
-        SamplingParams(**{name: tiny})  # a difference: one that is too small to matter changes nothing
+    if name != "repetition_penalty":
+        taken = getattr(SamplingParams(**{name: tiny}), name)
+        nearest = {"temperature": 0.0, "top_p": LEAST_REAL, "min_p": 0.0}.get(name, tiny)
+        assert taken == nearest, "a difference that is too small to matter changes nothing"
         return
     with pytest.raises(InvalidRequest, match=f"{low:g}, {high:g}") as caught:
         SamplingParams(**{name: tiny})

@@ -120,7 +120,7 @@ def test_bad_requests_name_the_field_and_the_service_goes_on() -> None:
         ({"temperature": float("nan")}, 400, "body: is not valid JSON"),
         ({"temperature": 9}, 400, "temperature"),
         ({"repetition_penalty": 1e-300}, 400, "repetition_penalty: must be a number in [0.01, 2]"),
-        ({"top_p": 0}, 400, "top_p"),
+        ({"top_p": -1e-9}, 400, "top_p"),
         ({"min_tokens": 99}, 400, "min_tokens"),
         ({"stop": ""}, 400, "stop"),
         ({"priority": 1000}, 400, "priority"),

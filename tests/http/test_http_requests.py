@@ -64,7 +64,19 @@ def test_every_sampling_field_arrives() -> None:
         **fields, ignore_eos=True, stop="x", stop_token_ids=[1, 2], priority=-3, placement="auto", cache_salt="t"
     ).inputs[0]
     assert request.sampling == {**fields, "ignore_eos": True, "stop": ("x",), "stop_token_ids": (1, 2)}
-    assert (request.options, request.placement) == ({"priority": -3, "cache_salt": "t"}, Placement.AUTO)
+    assert (request.options, request.placement) == ({"priority": 3, "cache_salt": "t"}, Placement.AUTO)
+
+
+@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+def test_a_lower_priority_goes_first_as_in_vllm(parse: Any) -> None:
+    """The router, gRPC and the classes have a higher one go first. An error has the number that the client wrote."""
+
+    def sent(priority: int) -> Any:
+        return parse(json.dumps({"prompt": "p", "messages": HI, "priority": priority}).encode(), None).inputs[0].options
+
+    assert [sent(priority)["priority"] for priority in (-10, 0, 2, 100)] == [10, 0, -2, -100]
+    with pytest.raises(InvalidRequest, match=r"^priority: must be from -100 to 100, got -101$"):
+        sent(-101)
 
 
 def test_penalties_and_biases_arrive() -> None:

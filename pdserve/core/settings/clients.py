@@ -40,7 +40,8 @@ class ClientConfig(ChatConfig):
     fairness_key: str = "address"
     # The waiting requests of one client may fill this share of the queue. A full queue lets the one give way that has most.
     client_queue_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    # A request may ask for a priority of at most this. Each level is a head start of 3 s before the requests of other clients.
+    # A request may ask for a priority of at most this (over HTTP: of at least its negative, since there a lower number goes
+    # first, as in vLLM). Each level is a head start of 3 s before the requests of other clients.
     max_client_priority: Annotated[int, Meta(ge=0, le=100)] = 0
     # A request may ask to be computed on its decode worker if its prompt has at most so many tokens. None sets no limit.
     max_client_colocated_tokens: NonNegativeInt | None = 2048

@@ -82,8 +82,8 @@ def _limit(name: str, limit: Limit, kind: dict[str, Any]) -> dict[str, Any]:
     match limit, kind.get("type"):
         case IntRange(low, high), "integer":
             return {"minimum": {"top_k": -1, "seed": _SEED_LOW}.get(name, low), "maximum": high}
-        case RealRange(low, high, or_zero), "number":
-            return {"minimum": 0 if or_zero else low, "maximum": high}
+        case RealRange(low, high), "number":
+            return {"minimum": low, "maximum": high}
         case MaxBytes(count), "string":
             return {"maxLength": count}
         case MaxCount(count, _), "array":

@@ -22,7 +22,10 @@ RESERVED: dict[str, dict[str, Any]] = {"voice": {"client": False}, "slow": {"max
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"options": {"priority": 1}}, "^priority: must be at most 0 here .router.max_client_priority., got 1"),
+        (
+            {"options": {"priority": 1}},
+            "^priority: asks for a head start of 1 levels; at most 0 are .*router.max_client_priority",
+        ),
         (
             {"slo_class": "voice"},
             "^slo_class: 'voice' is not a class here that clients may name .*; default, code, chat, batch",
