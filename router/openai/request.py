@@ -6,6 +6,7 @@ or on sampling, so gRPC and HTTP clients meet the same limits.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +30,11 @@ from router.openai.structured import read_constraint
 from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
 
-_CORRELATION_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")  # it becomes a response header and a field of log lines
+MAX_ID_CHARS: Final = 128
+_CORRELATION_ID: Final = re.compile(
+    rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}"
+)  # it becomes a response header and a field of log lines
+_UNFIT: Final = re.compile(r"[^\x21-\x7e]")
 _COMPLETION: Final = msgspec.json.Decoder(CompletionBody)
 _CHAT: Final = msgspec.json.Decoder(ChatBody)
 
@@ -189,23 +194,21 @@ def _placement(value: str | None) -> Placement | None:
 
 def _session_id(body: CompletionBody | ChatBody, headers: ClassHeaders) -> str:
     """Return the body's `session_id`, or else its `prompt_cache_key`, or else the X-Session-Id header, or else nothing. The
-    length is checked here so that the error has the name that was used."""
-    for name, value in (
-        ("session_id", body.session_id),
-        ("prompt_cache_key", body.prompt_cache_key),
-        ("X-Session-Id", headers.session_id),
-    ):
-        if value is not None:
-            SESSION_ID.check(name, value)
-            return value
-    return ""
+    last two are hints that a proxy or a library may have set, so a digest stands for one that is too long."""
+    if body.session_id is not None:
+        SESSION_ID.check("session_id", body.session_id)
+        return body.session_id
+    hint = (headers.session_id if body.prompt_cache_key is None else body.prompt_cache_key) or ""
+    whole = hint.encode(errors="replace")
+    return hint if len(whole) <= SESSION_ID.count else hashlib.sha256(whole).hexdigest()
 
 
 def _correlation_id(body_id: str | None, header_id: str | None) -> str:
-    """Return the body's `request_id`, or else the X-Request-Id header, or else nothing."""
-    name, value = ("X-Request-Id", header_id) if body_id is None else ("request_id", body_id)
-    if value is None:
-        return ""
-    if not _CORRELATION_ID.fullmatch(value):
-        raise refuse(name, f"must be 1 to 128 printable ASCII characters without spaces, got {show(value)}")
-    return value
+    """Return the body's `request_id`, or else the X-Request-Id header, or else nothing. No request fails for a header that a
+    proxy has set ("a, b" where two of them did): what does not fit is left out, and the answer's header says what was kept."""
+    if body_id is None:
+        return _UNFIT.sub("", header_id or "")[:MAX_ID_CHARS]
+    if not _CORRELATION_ID.fullmatch(body_id):
+        told = f"must be 1 to {MAX_ID_CHARS} printable ASCII characters without spaces, got {show(body_id)}"
+        raise refuse("request_id", told)
+    return body_id

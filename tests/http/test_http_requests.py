@@ -20,6 +20,7 @@ from router.http.answer import answer
 from router.http.reply import Reply
 from router.openai.body import ChatBody, CompletionBody
 from router.openai.request import ClassHeaders, parse_chat, parse_completion
+from router.openai.responses.request import parse_responses
 from router.openai.unsupported import neutral_values
 
 ENDPOINTS = {"completion": CompletionBody, "chat": ChatBody}
@@ -380,11 +381,20 @@ def test_the_body_goes_before_the_headers_of_class_and_session(parse: Any) -> No
     assert read(headers, slo_class="chat", session_id="s", prompt_cache_key="k") == ("chat", "s")
     assert read(headers, prompt_cache_key="k") == ("voice", "k")
     assert read(headers, slo_class=None, session_id=None) == ("voice", "from-header")
-    for name in ("session_id", "prompt_cache_key"):
-        with pytest.raises(InvalidRequest, match=f"^{name}: must have at most 128 bytes"):
-            read(headers, **{name: "é" * 65})
-    with pytest.raises(InvalidRequest, match=r"^X-Session-Id: must have at most 128 bytes"):
-        read(ClassHeaders(None, "x" * 129))
+
+
+@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+def test_no_request_fails_for_a_long_session_in_a_header_or_a_cache_key(parse: Any) -> None:
+    def session(header: str | None, **fields: Any) -> str:
+        body = json.dumps({"prompt": "p", "messages": HI, **fields}).encode()
+        return str(parse(body, None, headers=ClassHeaders(None, header)).inputs[0].session_id)
+
+    assert session("x" * 128) == "x" * 128
+    assert session(None, prompt_cache_key="é" * 64) == "é" * 64
+    told = [session("x" * 129), session("x" * 130), session(None, prompt_cache_key="é" * 65)]
+    assert len(set(told)) == 3, "two long keys are two sessions"
+    assert all(len(one) == 64 for one in told)
+    assert session(None, prompt_cache_key="x" * 129) == told[0]
 
 
 def test_request_ids() -> None:
@@ -394,8 +404,18 @@ def test_request_ids() -> None:
     assert {request.correlation_id for request in call.inputs} == {call.correlation_id} == {"from-header"}
     assert completion(request_id="mine").correlation_id == "mine"
     assert len({completion(request_id="mine").request_id for _ in range(2)}) == 2
-    with pytest.raises(InvalidRequest, match=r"^X-Request-Id: "):
-        parse_completion(body, "a b")
+    with pytest.raises(InvalidRequest, match=r"^request_id: must be 1 to 128 printable"):
+        completion(request_id="a b")
+
+
+@pytest.mark.parametrize(
+    ("header", "kept"),
+    [("a, b", "a,b"), ("", ""), (" \x00\xe9\r\n", ""), ("x" * 200, "x" * 128), ("a\tb" + "c" * 200, "ab" + "c" * 126)],
+)
+def test_no_request_fails_for_its_tracing_header(header: str, kept: str) -> None:
+    """Proxies join ids as "a, b", which was refused. What is kept is safe as a header and in a log line."""
+    assert parse_chat(json.dumps({"messages": HI}).encode(), header).correlation_id == kept
+    assert parse_responses(b'{"input": "x"}', header).correlation_id == kept
 
 
 NAMES = st.sampled_from(sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, "extra"}))

@@ -39,7 +39,6 @@ _LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
     "n": (MAX_CHOICES,),
     "best_of": (MAX_CHOICES,),
     "session_id": (SESSION_ID,),
-    "prompt_cache_key": (SESSION_ID,),
 }
 _SAME: Final = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields with the limits of another one, whose value they set."""
