@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
 from router.api.request import ChatMessage, ChatPrompt, Tool
+
+_END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
+"""It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
+then would have taken the blanks before it as well."""
 
 
 def chat_chars(chat: ChatPrompt) -> int:
@@ -20,21 +24,29 @@ def chat_chars(chat: ChatPrompt) -> int:
 
 def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
     """Render a chat. Raises `InvalidRequest` naming the field."""
+    messages = [_message(message) for message in chat.messages]
+    final = messages[-1]["content"]
+    if chat.continue_final_message:
+        if final is None:
+            raise InvalidRequest("needs a final message with a text to go on with", field="continue_final_message")
+        messages[-1]["content"] = final + _END
     text = template.render_chat(
-        [_message(message) for message in chat.messages],
+        messages,
         [_tool(tool) for tool in chat.tools],
         json.loads(chat.variables) if chat.variables else {},
         add_generation_prompt=chat.add_generation_prompt,
     )
-    return _cut_after(text, chat.messages[-1].content or "") if chat.continue_final_message else text
+    return _cut_after(text, final) if chat.continue_final_message else text
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Return the text up to the end of the last message's content, which the model goes on with."""
-    place = text.rfind(content.strip())
-    if place < 0 or not content.strip():
+    """Return the text up to the end of the last message's content, which the model goes on with. The last end mark in it is
+    ours: a client's own would stand before it."""
+    place = text.rfind(_END.rstrip())
+    if place < 0 or content.strip() not in text:
         raise InvalidRequest("the final message does not stand in the prompt as it is", field="continue_final_message")
-    return text[: place + len(content.strip())]
+    trimmed = not text.startswith(_END, place) and bool(content.strip())
+    return text[:place].rstrip() if trimmed else text[:place]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

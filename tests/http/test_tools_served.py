@@ -258,7 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice: 'f' is none of the tools", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("chat_template_kwargs.style: is no variable", {"chat_template_kwargs": {"style": "short"}}),
     ("chat_template_kwargs.messages: is no variable", {"chat_template_kwargs": {"messages": []}}),
-    ("chat_template_kwargs.reasoning_effort: is no variable", {"reasoning_effort": "low"}),
+    ("reasoning_effort: is no variable", {"reasoning_effort": "low"}),
     ("messages: the model's chat template renders no tool_calls", {"template": "{{ messages }}", "messages": [
         *MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
     ]}),
@@ -290,7 +290,9 @@ def test_a_chat_goes_on_with_the_assistants_last_message() -> None:
             closed = await client.chat.completions.create(model="tiny", messages=talk)
             assert answer.usage is not None
             assert closed.usage is not None
-            prompt = cluster.service.model.tokenizer.encode("[user]Weather in Rome?[assistant] It is", add_special_tokens=False)
+            prompt = cluster.service.model.tokenizer.encode(
+                "[user]Weather in Rome?[assistant] It is ", add_special_tokens=False
+            )
             assert answer.usage.prompt_tokens == len(prompt)
             assert closed.usage.prompt_tokens > len(prompt)
 
