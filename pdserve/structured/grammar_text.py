@@ -9,6 +9,7 @@ import llguidance
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
+from pdserve.core.structured.schemas import simplify
 
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
 """The longest run of whitespace in JSON. A model that writes nothing else would otherwise use up max_tokens."""
@@ -58,6 +59,7 @@ def _schema(text: str) -> dict[str, Any]:
         raise InvalidRequest("must be a JSON schema, which is an object", field=field)
     if OPTIONS_KEY in schema:
         raise InvalidRequest(f"the key {OPTIONS_KEY!r} is not supported", field=field)
+    simplify(schema)
     return {**schema, OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}}
 
 

@@ -1,7 +1,7 @@
 """The fields of a request's body and their types. Every field that OpenAI's or vLLM's API documents is named here.
 
-A field whose effect does not exist here is `unsupported`; one that changes no answer is in `WITHOUT_EFFECT`. The structs forbid
-all others, and `router.openai.ignored` leaves those out.
+A field whose effect does not exist here is `unsupported`, or a `hint`; one that changes no answer is in `WITHOUT_EFFECT`. The
+structs forbid all others, and `router.openai.ignored` leaves those out.
 
 JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
 undecoded JSON, so a large value of a field that is refused anyway costs nothing.
@@ -17,7 +17,7 @@ from msgspec import Raw, Struct, defstruct
 from pdserve.core.limits import field_types
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
-from router.openai.unsupported import unsupported
+from router.openai.unsupported import hint, unsupported
 
 NULL: Final = Raw(b"null")
 """The default of a field that is decoded where it is used. (A `Raw` cannot be optional.)"""
@@ -33,6 +33,8 @@ EMPTY: Final[tuple[Any, ...]] = ([], {}, "", 0, 0.0, False)
 
 
 WITHOUT_EFFECT: Final[dict[str, str]] = {
+    "messages[].annotations": "The sources of an earlier answer. No model sees them.",
+    "messages[].content[].prompt_cache_breakpoint": "OpenAI's place to end a cached prompt. Here each full block is cached.",
     "user": "The name of an end user, by which OpenAI finds misuse. It is neither logged nor sent to workers.",
     "safety_identifier": "OpenAI's newer name of `user`.",
     "metadata": "Labels of a stored answer. Nothing is stored here; an answer of /v1/responses repeats them.",
@@ -67,7 +69,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Raw = unsupported(False)
+    include_obfuscation: Raw = hint(False)
 
 
 class Part(Struct, forbid_unknown_fields=True):
@@ -75,8 +77,8 @@ class Part(Struct, forbid_unknown_fields=True):
 
     type: str
     text: str | None = None
-    prompt_cache_breakpoint: Raw = unsupported(*EMPTY)
-    refusal: Raw = unsupported(*EMPTY)
+    refusal: str | None = None
+    prompt_cache_breakpoint: Raw = msgspec.field(default_factory=json_null)
     image_url: Raw = unsupported(*EMPTY)
     image_pil: Raw = unsupported(*EMPTY)
     image_embeds: Raw = unsupported(*EMPTY)
@@ -127,9 +129,9 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: Raw = unsupported(*EMPTY)
+    refusal: str | None = None
+    annotations: Raw = msgspec.field(default_factory=json_null)
     audio: Raw = unsupported(*EMPTY)
-    refusal: Raw = unsupported(*EMPTY)
-    annotations: Raw = unsupported(*EMPTY)
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
@@ -210,7 +212,7 @@ class Body(Scalars, kw_only=True):
     allowed_token_ids: Raw = unsupported()
     truncate_prompt_tokens: Raw = unsupported()
     prompt_embeds: Raw = unsupported()
-    guided_decoding_backend: Raw = unsupported("auto")
+    guided_decoding_backend: Raw = hint("auto")
     guided_whitespace_pattern: Raw = unsupported()
     structural_tag: Raw = unsupported()
     spaces_between_special_tokens: Raw = unsupported(True)
@@ -265,13 +267,13 @@ class ChatBody(Body, kw_only=True):
     documents: Raw = unsupported([])
     add_special_tokens: Raw = unsupported(False)
     """The template alone decides about special tokens of a chat prompt. vLLM's default is false as well."""
-    store: Raw = unsupported(False)
-    service_tier: Raw = unsupported("auto", "default")
-    verbosity: Raw = unsupported("medium")
-    prediction: Raw = unsupported()
+    store: Raw = hint(False)
+    service_tier: Raw = hint("auto", "default")
+    verbosity: Raw = hint("medium")
+    prediction: Raw = hint()
+    prompt_cache_retention: Raw = hint("in_memory", "in-memory")
+    prompt_cache_options: Raw = hint({})
     moderation: Raw = unsupported()
-    prompt_cache_retention: Raw = unsupported("in_memory", "in-memory")
-    prompt_cache_options: Raw = unsupported({})
     include_reasoning: Raw = unsupported(True)
     thinking_token_budget: Raw = unsupported()
     mm_processor_kwargs: Raw = unsupported({})

@@ -1,4 +1,5 @@
-"""The fields of a body that no API documents. They are left out, and the client is told their names.
+"""The fields of a body that no API documents, and hints that change nothing here. They are left out, and the client is told
+their names.
 
 A body is decoded strictly at first, so a request without such fields pays nothing. If the decoder meets one, a second pass
 leaves all of them out and keeps their names. A name is a client's text, so it is cut and reduced to characters that are safe in
@@ -82,6 +83,14 @@ def ignored_in(data: bytes, shape: type[Struct], field: str) -> Ignored:
     return Ignored(tuple(leaver.names), leaver.count, leaver.more)
 
 
+def left_out(place: str, names: Iterable[str]) -> Ignored:
+    """Return what was left out of the object that is called `place`; empty: of the body."""
+    leaver = _Leaver()
+    for name in names:
+        leaver.add(_INDEX.sub("[]", f"{place}.") if place else "", name)
+    return Ignored(tuple(leaver.names), leaver.count, leaver.more)
+
+
 class _Leaver:
     """Leaves unknown fields out of JSON, and collects their names."""
 
@@ -98,7 +107,7 @@ class _Leaver:
         kept = {}
         for name, value in decode(data, _MEMBERS).items():
             if name not in fields:
-                self._add(prefix, name)
+                self.add(prefix, name)
             else:
                 nested = fields[name]
                 kept[name] = value if nested is None else Raw(self.nested(bytes(value), nested, prefix + name))
@@ -113,7 +122,8 @@ class _Leaver:
             raise refuse(field, f"holds {len(items)} entries; at most {MAX_MESSAGES} are allowed")
         return msgspec.json.encode([Raw(self.without(bytes(item), shape, f"{field}[].")) for item in items])
 
-    def _add(self, prefix: str, name: str) -> None:
+    def add(self, prefix: str, name: str) -> None:
+        """Add a name, which is a client's text, behind a prefix that is ours."""
         self.count += 1
         own = _UNSAFE.sub("?", name[:MAX_NAME_CHARS]) or "?"
         told = prefix + own + ("..." if len(name) > MAX_NAME_CHARS else "")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.structured.constraint import FIELD, ConstraintKind
+from pdserve.core.structured.constraint import FIELD
 from router.openai.body import Body, ChatBody, CompletionBody
+from router.openai.structured import SCHEMA
 
 Names = tuple[tuple[str, str], ...]
 """Pairs of the router's name of a field and the client's. The name of a field inside it begins with its name and a dot."""
@@ -26,7 +27,7 @@ def written_names(body: Body) -> Names:
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         names.append((f"chat_template_kwargs.{EFFORT}", EFFORT))
     if body.response_format is not None:
-        names.append((f"{FIELD}.{ConstraintKind.JSON_SCHEMA.value}", f"{_FORMAT}.json_schema.schema"))
+        names.append((SCHEMA, f"{_FORMAT}.json_schema.schema"))
         names.append((FIELD, _FORMAT))
     if isinstance(body, CompletionBody) and body.echo and body.prompt_logprobs is None:
         names.append(("prompt_logprobs", "logprobs"))

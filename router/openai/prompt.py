@@ -73,9 +73,13 @@ def read_messages(messages: list[Message] | None) -> tuple[ChatMessage, ...]:
 def _message(message: Message, field: str) -> ChatMessage:
     if message.role not in _ROLES:
         raise refuse(f"{field}.role", f"must be one of {', '.join(_ROLES)}, got {show(message.role)}")
-    refuse_unsupported(message, f"{field}.")
+    refuse_unsupported(message, field)
     calls = message_calls(message, field)
-    content = None if calls and message.content is None else _content(message.content, f"{field}.content")
+    if message.refusal and message.role != "assistant":
+        raise refuse(f"{field}.refusal", "is only allowed in a message of the assistant")
+    content = None
+    if message.content is not None or not (calls or message.refusal):
+        content = _content(message.content, f"{field}.content")
     if message.role == "tool" and not message.tool_call_id:
         raise refuse(f"{field}.tool_call_id", "is missing")
     if message.role != "tool" and message.tool_call_id:
@@ -83,6 +87,8 @@ def _message(message: Message, field: str) -> ChatMessage:
     reasoning = message.reasoning_content or message.reasoning or ""
     if reasoning and message.role != "assistant":
         raise refuse(f"{field}.reasoning_content", "is only allowed in a message of the assistant")
+    if message.refusal:
+        content = message.refusal if not content else f"{content}\n{message.refusal}"
     return ChatMessage(_ROLES[message.role], content, calls, message.tool_call_id or "", message.name or "", reasoning)
 
 
@@ -98,9 +104,18 @@ def _content(content: str | list[Part] | None, field: str) -> str:
 
 
 def _text(part: Part, field: str) -> str:
-    if part.type != "text":
-        raise refuse(f"{field}.type", f"{show(part.type)} is not supported; only 'text' is")
-    if part.text is None:
-        raise refuse(f"{field}.text", "is missing")
-    refuse_unsupported(part, f"{field}.")
-    return part.text
+    """Return the text of a part. What a model once refused with is text of its answer, as in vLLM."""
+    if part.type not in ("text", "refusal"):
+        raise refuse(f"{field}.type", f"{show(part.type)} is not supported; only 'text' and 'refusal' are")
+    refuse_unsupported(part, field)
+    return text_or_refusal(part.type, part.text, part.refusal, field)
+
+
+def text_or_refusal(kind: str, text: str | None, refusal: str | None, field: str) -> str:
+    """Return the one of both that a part of this kind has. Raises `InvalidRequest` if it lacks it, or has the other one."""
+    own, other, others_name = (text, refusal, "refusal") if kind == "text" else (refusal, text, "text")
+    if own is None:
+        raise refuse(f"{field}.{kind}", "is missing")
+    if other:
+        raise refuse(f"{field}.{others_name}", f"is not allowed in a part with a {kind}")
+    return own

@@ -26,7 +26,7 @@ from router.openai.json import refuse, show
 from router.openai.names import Names, written_names
 from router.openai.prompt import ANY_NUMBER, read_messages, read_prompts
 from router.openai.sampling import read_options, read_sampling, read_shown
-from router.openai.structured import read_constraint
+from router.openai.structured import SCHEMA, formats_left_out, read_constraint
 from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
 
@@ -88,18 +88,26 @@ def parse_completion(
 ) -> Call:
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _COMPLETION)
-    refuse_unsupported(fields)
+    hints = refuse_unsupported(fields)
     call = _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
     listed = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    return replace(call, ignored=ignored, listed=listed)
+    return replace(_without([ignored, hints, _formats(call)], call), listed=listed)
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _CHAT)
     call = chat_call(fields, header_id, headers)
-    left_out = [ignored, *_ignored_in_tools(fields)]
-    return replace(call, ignored=joined(left_out)) if any(one.count for one in left_out) else call
+    return _without([ignored, *_ignored_in_tools(fields), _formats(call)], call)
+
+
+def _formats(call: Call) -> Ignored:
+    return formats_left_out(call.inputs[0], dict(call.names).get(SCHEMA, SCHEMA), "tools[].function.parameters")
+
+
+def _without(parts: list[Ignored], call: Call) -> Call:
+    """Return the call that tells what was left out of these parts of its body as well."""
+    return replace(call, ignored=joined([call.ignored, *parts])) if any(one.count for one in parts) else call
 
 
 def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
@@ -115,14 +123,15 @@ def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
 
 def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Return the call of a chat. Raises `InvalidRequest` naming the field."""
-    refuse_unsupported(fields)
+    hints = refuse_unsupported(fields)
     call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
-    return replace(call, inputs=tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs))
+    inputs = tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs)
+    return _without([hints], replace(call, inputs=inputs))
 
 
 def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: ClassHeaders, prompts: tuple[Prompt, ...]) -> Call:
     stream = body.stream or False
-    include_usage, continuous_usage = _stream_options(body.stream_options, stream)
+    include_usage, continuous_usage, hints = _stream_options(body.stream_options, stream)
     request_id = new_request_id()
     correlation_id = _correlation_id(body.request_id, header_id)
     common = GenerateInput(
@@ -154,6 +163,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         choices=choices,
         shown=read_shown(body),
         names=written_names(body),
+        ignored=hints,
     )
 
 
@@ -175,13 +185,13 @@ def candidate_ids(call: Call, index: int) -> tuple[str, ...]:
     return tuple(f"{call.request_id}-{index * candidates + i}" for i in range(candidates))
 
 
-def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool]:
+def _stream_options(options: StreamOptions | None, stream: bool) -> tuple[bool, bool, Ignored]:
     if options is None:
-        return False, False
-    refuse_unsupported(options, "stream_options.")
+        return False, False, NOTHING
+    hints = refuse_unsupported(options, "stream_options")
     if not stream:
         raise refuse("stream_options", "is only allowed with stream: true")
-    return options.include_usage or False, options.continuous_usage_stats or False
+    return options.include_usage or False, options.continuous_usage_stats or False, hints
 
 
 def _placement(value: str | None) -> Placement | None:

@@ -8,7 +8,10 @@ from typing import Final
 import msgspec
 
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
+from pdserve.core.structured.schemas import simplify
+from router.api.request import ChatPrompt, GenerateInput
 from router.openai.body import Body, ResponseFormat
+from router.openai.ignored import Ignored, joined, left_out
 from router.openai.json import decode, refuse, show
 
 Fields = Mapping[str, msgspec.Raw]
@@ -18,6 +21,8 @@ _TEXTS: Final = msgspec.json.Decoder(tuple[str, ...])
 _TRUTH: Final = msgspec.json.Decoder(bool)
 _FORMAT: Final = "response_format"
 _KINDS: Final = {kind.value: kind for kind in ConstraintKind}
+SCHEMA: Final = f"{FIELD}.{ConstraintKind.JSON_SCHEMA.value}"
+"""The router's name of a schema."""
 _NOTHING: Final = (b"null", b"false")
 
 
@@ -28,6 +33,26 @@ def read_constraint(body: Body) -> Constraint | None:
     if asked is not None and formatted is not None:
         raise refuse(_FORMAT, f"is not allowed beside {FIELD}")
     return asked or formatted
+
+
+def formats_left_out(request: GenerateInput, schema: str, parameters: str) -> Ignored:
+    """Return the formats that nobody enforces of the schemas that are enforced. The client calls that of the output `schema`,
+    and those of tools `parameters`."""
+    parts = []
+    if request.constraint is not None and request.constraint.kind is ConstraintKind.JSON_SCHEMA:
+        parts.append(left_out(f"{schema}.format", _formats(request.constraint.text)))
+    if isinstance(request.prompt, ChatPrompt):
+        forced = request.tool_choice.forced
+        enforced = [tool.parameters for tool in request.prompt.tools if tool.parameters and (tool.strict or forced)]
+        parts += [left_out(f"{parameters}.format", _formats(text)) for text in enforced]
+    return joined(parts)
+
+
+def _formats(schema: str) -> list[str]:
+    try:
+        return simplify(msgspec.json.decode(schema))
+    except (msgspec.DecodeError, RecursionError):  # the router refuses it
+        return []
 
 
 def _structured(fields: Fields) -> Constraint:

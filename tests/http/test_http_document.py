@@ -27,7 +27,7 @@ from router.openai.document.schemas import BODIES
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.request import parse_responses
 from router.openai.tool_chunks import Gathered
-from router.openai.unsupported import neutral_values
+from router.openai.unsupported import hints, neutral_values
 
 DOCUMENT = document("1.0")
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
@@ -64,7 +64,10 @@ def test_every_accepted_field_is_explained_and_every_other_one_marked() -> None:
         fields = SCHEMAS[body.__name__]["properties"]
         assert {*fields} == {*body.__struct_fields__}
         for name, neutral in neutral_values(body).items():
-            assert fields[name]["enum"] == [*neutral, None], name
+            if name in hints(body):
+                assert "x-pdserve-ignored-fields" in fields[name]["description"]
+            else:
+                assert fields[name]["enum"] == [*neutral, None], name
         assert all("description" in field for field in fields.values())
     names = {name for schema in SCHEMAS.values() for name in schema.get("properties", {})}
     places = {f"{shape}.{name}" for shape, schema in SCHEMAS.items() for name in schema.get("properties", {})}

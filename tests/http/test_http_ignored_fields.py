@@ -21,6 +21,7 @@ from raw_http import asgi_post, exchange, post
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
+from router.api.request import ChatMessage
 from router.openai.body import (
     WITHOUT_EFFECT,
     ChatBody,
@@ -115,13 +116,11 @@ def test_every_field_without_effect_exists() -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("store", {"store": True}),
-        ("service_tier", {"service_tier": "flex"}),
-        ("prediction", {"prediction": {"type": "content", "content": "x"}}),
-        ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),
+        ("moderation", {"moderation": {"model": "m"}}),
+        ("web_search_options", {"web_search_options": {}}),
         (
-            "messages[0].content[0].prompt_cache_breakpoint",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {"a": 1}}]}]},
+            "messages[0].content[0].image_url",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": {"url": "u"}}]}]},
         ),
     ],
 )
@@ -129,6 +128,82 @@ def test_a_documented_field_that_is_lacking_is_refused_by_name(field: str, field
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(json.dumps({**CHAT, **fields, "unknown": 1}).encode(), None)
     assert caught.value.field == field
+
+
+HINTS: dict[str, Any] = {
+    "service_tier": "flex", "verbosity": "low", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"},
+    "store": True, "prediction": {"type": "content", "content": "x"}, "guided_decoding_backend": "xgrammar",
+}  # fmt: skip
+
+
+def test_hints_that_change_nothing_here_are_taken_and_listed() -> None:
+    """OpenAI's own clients and agents send them, and were refused."""
+    streamed = {"stream": True, "stream_options": {"include_obfuscation": True, "include_usage": True}}
+    call = parse_chat(json.dumps({**CHAT, **HINTS, **streamed, "unknown": 1}).encode(), None)
+    assert {*call.ignored.names} == {*HINTS, "stream_options.include_obfuscation", "unknown"}
+    assert call.include_usage
+    body = {
+        "input": [{"role": "assistant", "content": "x", "phase": "commentary"},
+                  {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "e"}],
+        "truncation": "auto", "store": True, "service_tier": "priority", "max_tool_calls": 3, "reasoning": {"summary": "auto"},
+        "text": {"verbosity": "high"}, "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    }  # fmt: skip
+    asked = parse_responses(json.dumps(body).encode(), None)
+    assert {*asked.ignored.names} == {
+        "input[].phase", "input[].summary", "input[].encrypted_content", "truncation", "store", "service_tier",
+        "max_tool_calls", "reasoning.summary", "text.verbosity", "include.reasoning.encrypted_content",
+    }  # fmt: skip
+    assert asked.logprobs
+    assert [*asked.call.inputs[0].prompt] == [ChatMessage("assistant", "x")]  # type: ignore[misc]
+
+
+def test_formats_that_nobody_enforces_are_listed() -> None:
+    """pydantic writes `path`, `password` and more, which were refused. Formats are enforced where the compiler knows them."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "date"},
+            "a": {"anyOf": [{"type": "string", "format": "path"}, {"type": "null"}]},
+            "b": {"const": {"format": "binary"}},
+        },
+        "$defs": {"c": {"items": {"format": "a, b\r\n"}}},
+    }
+    wrapped = {"type": "json_schema", "json_schema": {"schema": schema}}
+    names = ["path", "a??b??"]
+    for parse, place, fields in (
+        (parse_chat, "response_format.json_schema.schema", {**CHAT, "response_format": wrapped}),
+        (parse_completion, "structured_outputs.json", {"prompt": "p", "structured_outputs": {"json": schema}}),
+        (parse_responses, "text.format.schema", {"input": "x", "text": {"format": {"type": "json_schema", "schema": schema}}}),
+    ):
+        read: Any = parse(json.dumps(fields).encode(), None)
+        assert sorted(read.ignored.names) == sorted(f"{place}.format.{name}" for name in names)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for choice, listed in (("auto", []), ("required", names)):
+        call = parse_chat(json.dumps({**CHAT, "tools": [tool], "tool_choice": choice}).encode(), None)
+        assert sorted(call.ignored.names) == sorted(f"tools[].function.parameters.format.{name}" for name in listed)
+
+
+def test_an_earlier_refusal_is_text_of_its_message_and_its_annotations_are_left_out() -> None:
+    spoken = {"role": "assistant", "annotations": [{"type": "url_citation"}]}
+    messages = [
+        {**spoken, "content": None, "refusal": "No."},
+        {**spoken, "content": [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Why?", "prompt_cache_breakpoint": {"mode": "explicit"}}]},
+    ]
+    call = parse_chat(json.dumps({"messages": messages}).encode(), None)
+    told = (ChatMessage("assistant", "No."), ChatMessage("assistant", "Well.\nNo."), ChatMessage("user", "Why?"))
+    assert call.inputs[0].prompt == told
+    part = {"type": "output_text", "text": "Well.", "annotations": [{"type": "file_citation"}]}
+    items = [{"role": "assistant", "content": [part, {"type": "refusal", "refusal": "No."}]}]
+    assert parse_responses(json.dumps({"input": items}).encode(), None).call.inputs[0].prompt == told[1:2]
+    for bad, field in (
+        ({"role": "user", "content": "x", "refusal": "No."}, "refusal"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "refusal": "No."}]}, "content[0].refusal"),
+        ({"role": "user", "content": [{"type": "refusal"}]}, "content[0].refusal"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_chat(json.dumps({"messages": [bad]}).encode(), None)
+        assert caught.value.field == f"messages[0].{field}"
 
 
 def test_names_at_every_depth_are_told() -> None:

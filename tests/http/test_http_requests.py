@@ -21,7 +21,7 @@ from router.http.reply import Reply
 from router.openai.body import ChatBody, CompletionBody
 from router.openai.request import ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import parse_responses
-from router.openai.unsupported import neutral_values
+from router.openai.unsupported import hints, neutral_values
 
 ENDPOINTS = {"completion": CompletionBody, "chat": ChatBody}
 HI = [{"role": "user", "content": "hi"}]
@@ -116,12 +116,17 @@ def test_messages() -> None:
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
 def test_fields_without_effect_are_refused_unless_neutral(endpoint: str) -> None:
+    """A hint is taken and listed."""
     parse = PARSERS[endpoint]
     for name, neutral in neutral_values(ENDPOINTS[endpoint]).items():
         for value in (*neutral, None):
-            parse(**{name: value})
+            assert parse(**{name: value}).ignored.count == 0
         for value in (2, True, 0.5, "zz", ["y"], {"k": 1}):
-            if not any(type(value) is type(n) and value == n for n in neutral):
+            if any(type(value) is type(n) and value == n for n in neutral):
+                continue
+            if name in hints(ENDPOINTS[endpoint]):
+                assert parse(**{name: value}).ignored.names == (name,)
+            else:
                 with pytest.raises(InvalidRequest, match=f"^{name}: ") as caught:
                     parse(**{name: value})
                 assert caught.value.field == name

@@ -283,7 +283,7 @@ def test_what_cannot_be_done_with_tools_is_refused_by_name(message: str, fields:
 
 def test_a_chat_goes_on_with_the_assistants_last_message() -> None:
     async def story() -> None:
-        async with speaking("x") as (cluster, client):
+        async with speaking("x", template=f"{TEMPLATE}<end>") as (cluster, client):
             talk = [*MESSAGES, {"role": "assistant", "content": " It is "}]
             fields = {"add_generation_prompt": False, "continue_final_message": True}
             answer = await client.chat.completions.create(model="tiny", messages=talk, extra_body=fields)

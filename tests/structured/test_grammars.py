@@ -9,12 +9,13 @@ import re
 import jsonschema
 import llguidance
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vocabularies import tokenizer_of, vocabulary_of
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, ConstraintKind
+from pdserve.core.structured.schemas import FORMATS
 from pdserve.structured import compiler as compiler_module
 from pdserve.structured.compiler import Compiler
 from pdserve.structured.state import State
@@ -138,8 +139,10 @@ def test_no_id_without_a_token_is_ever_allowed():
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"type": "string", "format": "no-such-format"}, "no-such-format"),
+        ({"type": "string", "format": 3}, "format"),
         ({"type": "string", "pattern": "(?=x)y"}, "look"),
+        ({"type": "string", "pattern": "^(?!^[a]*$)b|a"}, "look"),
+        ({"type": "string", "pattern": "^(?!^[^a]*$)b"}, "look"),
         ({"$ref": "https://example.com/schema.json"}, "example.com"),
         ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
     ],
@@ -150,6 +153,41 @@ def test_what_cannot_be_enforced_is_refused_by_name(compiler, keywords, named):
     assert caught.value.field == "structured_outputs.json"
     assert named in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def takes(compiler: Compiler, text: str, **keywords: object) -> bool:
+    state = compiler.start(schema(**keywords))
+    tokenizer = tokenizer_of("tiny")
+    return all(state.accept(one) for one in tokenizer.encode(text, add_special_tokens=False)) and state.is_accepting
+
+
+def test_a_format_that_the_compiler_does_not_know_forbids_nothing_and_a_known_one_is_enforced():
+    """`path` and `password`, which pydantic writes, were refused. The list of known ones is that of the library."""
+    compiler = COMPILERS["tiny"]
+    for name in sorted(FORMATS):
+        text = json.dumps({"grammars": [{"json_schema": {"type": "string", "format": name}}]})
+        matcher = llguidance.LLMatcher(vocabulary_of("tiny").tokens, text, log_level=0)
+        assert not matcher.is_error()
+        assert takes(compiler, '"no form at all"', type="string", format=name) == (name == "unknown")
+    for name in ("path", "password", "json-string", "int64", "regex", "uri-reference", "iri", "binary"):
+        assert takes(compiler, '"no form at all"', type="string", format=name)
+    inner = {"anyOf": [{"type": "integer", "format": "int32"}, {"$ref": "#/$defs/file"}]}
+    wanted = {"type": "array", "items": inner, "$defs": {"file": {"type": "string", "format": "path", "minLength": 2}}}
+    assert takes(compiler, '[7, "ab"]', **wanted)
+    assert not takes(compiler, '[7, "a"]', **wanted)
+
+
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+"""What pydantic 2.10 to 2.13 write for a `Decimal`."""
+
+
+@given(st.text(st.sampled_from("-+.019"), max_size=6))
+@example("")
+@example("+.")
+@example("-0.10")
+def test_a_look_ahead_for_any_other_character_is_enforced_without_one(number: str):
+    taken = takes(COMPILERS["tiny"], json.dumps(number), type="string", pattern=DECIMAL)
+    assert taken == (re.search(DECIMAL, number) is not None)
 
 
 @pytest.mark.parametrize(

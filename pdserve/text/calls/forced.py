@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pdserve.core.structured.schemas import simplify
+
 _NO_SCHEMAS: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, in which `$ref` is no reference."""
 
@@ -67,6 +69,7 @@ def _calls(schemas: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list[d
 def _object(parameters: str) -> dict[str, Any]:
     """Return the schema as that of an object. Without a schema a tool takes no arguments."""
     schema = json.loads(parameters) if parameters else {"properties": {}, "additionalProperties": False}
+    simplify(schema)
     return {"type": "object", **schema}
 
 

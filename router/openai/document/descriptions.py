@@ -17,6 +17,7 @@ FIELDS: Final[dict[str, str]] = {
     "instructions": "The text of a system message before the input.",
     "role": "The author of the message. `developer` means `system`.",
     "content": "The text, or a list of parts with text, which are joined with line ends.",
+    "refusal": "What the model once refused with. It is text of its message.",
     "text": "The text. In the body of /v1/responses: the options of the output's text.",
     "max_tokens": "The most tokens of output. Left out: 16 for a completion, and as many as fit for a chat.",
     "max_completion_tokens": "OpenAI's newer name of `max_tokens`. If both are given, this one counts.",
@@ -48,7 +49,7 @@ FIELDS: Final[dict[str, str]] = {
     "prompt_logprobs": "Log-probabilities of the prompt's tokens, with so many likeliest ones beside each.",
     "logprobs": "Log-probabilities of the output's tokens. A completion takes the number of likeliest tokens beside each.",
     "top_logprobs": "The number of likeliest tokens that are told beside each token of the output.",
-    "include": "The extras of the answer: `message.output_text.logprobs` or nothing.",
+    "include": "The extras of the answer: `message.output_text.logprobs`. Others are never there, and are hints.",
     "response_format": "The form of the output: any text, any JSON object, or JSON of a schema, which is always enforced.",
     "structured_outputs": "vLLM's form of a constraint: exactly one of json, json_object, regex, choice and grammar.",
     "json_schema": "The schema, in OpenAI's wrapping.",
@@ -97,6 +98,8 @@ FIELDS: Final[dict[str, str]] = {
     "description": WITHOUT_EFFECT["response_format.json_schema.description"],
     "strict": WITHOUT_EFFECT["response_format.json_schema.strict"],
     "id": WITHOUT_EFFECT["input[].id"],
+    "annotations": WITHOUT_EFFECT["messages[].annotations"],
+    "prompt_cache_breakpoint": WITHOUT_EFFECT["messages[].content[].prompt_cache_breakpoint"],
     "status": WITHOUT_EFFECT["input[].status"],
 }
 """The meanings by the fields' names. A name behind that of a schema holds for this schema alone."""

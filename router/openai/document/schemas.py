@@ -17,6 +17,7 @@ from router.openai.document.descriptions import FIELDS
 from router.openai.prompt import MAX_PARTS, MAX_PROMPTS
 from router.openai.responses.body import (
     LOGPROBS,
+    NEVER_INCLUDED,
     CallItem,
     CallOutputItem,
     FunctionTool,
@@ -26,11 +27,12 @@ from router.openai.responses.body import (
 )
 from router.openai.tokenization import DetokenizeBody, TokenizeBody
 from router.openai.tools import MAX_TOOLS
-from router.openai.unsupported import INSTEAD, UNSUPPORTED
+from router.openai.unsupported import HINT, INSTEAD, UNSUPPORTED
 
 BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
 PLACE: Final = "#/components/schemas/{name}"
+_HINT: Final = "A hint that changes nothing here. Any value is taken, and listed in the header x-pdserve-ignored-fields."
 _SEED_LOW: Final = -(1 << 63)
 
 _LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
@@ -58,6 +60,8 @@ def _described(shape: str, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a field of `shape` with its limits and its meaning."""
     default = schema.get("default")
     if isinstance(default, dict) and UNSUPPORTED in default:
+        if default[HINT]:
+            return {"description": _HINT}
         return _unsupported(list(default[UNSUPPORTED]), INSTEAD.get(name, "") if shape.endswith("Body") else "")
     told = {key: value for key, value in schema.items() if key != "default"}
     kinds = told.get("anyOf", [told])
@@ -116,7 +120,7 @@ def _details(schemas: dict[str, dict[str, Any]]) -> None:
     items |= {"items": entries, "minItems": 1, "maxItems": MAX_MESSAGES}
     for body, tool in ((chat, ToolFields), (responses, FunctionTool)):
         _lists(body["properties"]["tools"]).update(items={"$ref": PLACE.format(name=tool.__name__)}, maxItems=MAX_TOOLS)
-    _lists(responses["properties"]["include"])["items"] = {"enum": [LOGPROBS]}
+    _lists(responses["properties"]["include"])["items"] = {"enum": [LOGPROBS, *sorted(NEVER_INCLUDED)]}
 
 
 def _lists(schema: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,15 @@ import msgspec
 from msgspec import Raw, Struct
 
 from router.openai.body import EMPTY, SCALARS, ChatBody, Scalars, json_null
-from router.openai.unsupported import neutral_values, unsupported
+from router.openai.unsupported import hint, neutral_values, unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The one entry of `include` that exists here."""
+NEVER_INCLUDED: Final = frozenset({
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+})  # fmt: skip
+"""The entries of `include` that ask for parts of an answer that no answer has here. They are hints."""
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -25,9 +30,9 @@ class TextPart(Struct, forbid_unknown_fields=True):
     text: str | None = None
     logprobs: Raw = msgspec.field(default_factory=json_null)
     """The log-probabilities of an earlier answer, which clients send back. No model sees them."""
-    annotations: Raw = unsupported([])
-    prompt_cache_breakpoint: Raw = unsupported(*EMPTY)
-    refusal: Raw = unsupported(*EMPTY)
+    annotations: Raw = msgspec.field(default_factory=json_null)
+    prompt_cache_breakpoint: Raw = msgspec.field(default_factory=json_null)
+    refusal: str | None = None
     image_url: Raw = unsupported(*EMPTY)
     file_id: Raw = unsupported(*EMPTY)
     file_data: Raw = unsupported(*EMPTY)
@@ -51,7 +56,7 @@ class MessageItem(Struct, forbid_unknown_fields=True):
     content: str | list[TextPart] | None = None
     id: str | None = None
     status: str | None = None
-    phase: Raw = unsupported()
+    phase: Raw = hint()
 
 
 class CallItem(Struct, forbid_unknown_fields=True, rename={"in_background": "async"}):
@@ -88,8 +93,8 @@ class ReasoningItem(Struct, forbid_unknown_fields=True):
     id: str | None = None
     status: str | None = None
     content: list[TextPart] | None = None
-    summary: Raw = unsupported([])
-    encrypted_content: Raw = unsupported("")
+    summary: Raw = hint([])
+    encrypted_content: Raw = hint("")
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True, rename={"in_background": "async"}):
@@ -117,8 +122,8 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True):
     """The options of reasoning."""
 
     effort: str | None = None
-    summary: Raw = unsupported()
-    generate_summary: Raw = unsupported()
+    summary: Raw = hint()
+    generate_summary: Raw = hint()
     context: Raw = unsupported()
     mode: Raw = unsupported()
 
@@ -137,13 +142,13 @@ class TextOptions(Struct, forbid_unknown_fields=True):
     """The options of the output's text."""
 
     format: TextFormat | None = None
-    verbosity: Raw = unsupported("medium")
+    verbosity: Raw = hint("medium")
 
 
 class EventOptions(Struct, forbid_unknown_fields=True):
     """The options of a streamed answer."""
 
-    include_obfuscation: Raw = unsupported(False)
+    include_obfuscation: Raw = hint(False)
 
 
 class ResponsesBody(Scalars, kw_only=True):
@@ -179,20 +184,20 @@ class ResponsesBody(Scalars, kw_only=True):
     structured_outputs: dict[str, Raw] | None = None
     skip_special_tokens: bool | None = None
 
-    store: Raw = unsupported(False)
+    store: Raw = hint(False)
+    truncation: Raw = hint("disabled")
+    service_tier: Raw = hint("auto", "default")
+    max_tool_calls: Raw = hint()
+    prompt_cache_retention: Raw = hint("in_memory", "in-memory")
+    prompt_cache_options: Raw = hint({})
     previous_response_id: Raw = unsupported("")
     conversation: Raw = unsupported()
     background: Raw = unsupported(False)
     prompt: Raw = unsupported()
     context_management: Raw = unsupported([])
-    truncation: Raw = unsupported("disabled")
-    max_tool_calls: Raw = unsupported()
-    service_tier: Raw = unsupported("auto", "default")
     moderation: Raw = unsupported()
     access_programs: Raw = unsupported()
     image: Raw = unsupported()
-    prompt_cache_retention: Raw = unsupported("in_memory", "in-memory")
-    prompt_cache_options: Raw = unsupported({})
 
     max_tokens: Raw = unsupported()  # type: ignore[assignment] # it has another name here
     max_completion_tokens: Raw = unsupported()

@@ -14,7 +14,7 @@ from msgspec import Raw
 from router.openai.body import Message
 from router.openai.ignored import Ignored, decode_body
 from router.openai.json import decode, refuse, show
-from router.openai.prompt import MAX_PARTS
+from router.openai.prompt import MAX_PARTS, text_or_refusal
 from router.openai.responses.body import CallItem, CallOutputItem, ItemKind, MessageItem, ReasoningItem, TextPart
 from router.openai.responses.names import Names
 from router.openai.unsupported import refuse_unsupported
@@ -25,7 +25,7 @@ _CALL: Final = msgspec.json.Decoder(CallItem)
 _CALL_OUTPUT: Final = msgspec.json.Decoder(CallOutputItem)
 _REASONING: Final = msgspec.json.Decoder(ReasoningItem)
 KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
-_TEXT_TYPES: Final = ("input_text", "output_text")
+_TEXT_TYPES: Final = ("input_text", "output_text", "refusal")
 _ASSISTANT: Final = "assistant"
 
 
@@ -72,25 +72,26 @@ class Turns:
         match decode(data, _KIND, place).type or KINDS[0]:
             case "message":
                 message, ignored = decode_body(data, _MESSAGE, place)
-                refuse_unsupported(message, f"{place}.")
+                hints = refuse_unsupported(message, place)
                 self._message(message, place)
             case "function_call":
                 call, ignored = decode_body(data, _CALL, place)
-                refuse_unsupported(call, f"{place}.")
+                hints = refuse_unsupported(call, place)
                 self._call(call, place)
             case "function_call_output":
                 output, ignored = decode_body(data, _CALL_OUTPUT, place)
-                refuse_unsupported(output, f"{place}.")
+                hints = refuse_unsupported(output, place)
                 text = _joined(output.output, f"{place}.output")
                 self._turns.append(_Turn(place, "tool", text, call_id=output.call_id))
             case "reasoning":
                 reasoning, ignored = decode_body(data, _REASONING, place)
-                refuse_unsupported(reasoning, f"{place}.")
+                hints = refuse_unsupported(reasoning, place)
                 text = "".join(_reasoning_text(part, f"{place}.content[{i}]") for i, part in enumerate(reasoning.content or ()))
-                self._turns.append(_Turn(place, _ASSISTANT, reasoning=text))
+                if text:  # there is none where another server gave it encrypted
+                    self._turns.append(_Turn(place, _ASSISTANT, reasoning=text))
             case kind:
                 raise refuse(f"{place}.type", f"{show(kind)} is not supported; only {', '.join(KINDS)} are")
-        self.left_out.append(ignored)
+        self.left_out += (ignored, hints)
 
     def names(self, *, formatted: bool) -> Names:
         """Return the names of the items in the body. `formatted`: the constraint came from `text.format`."""
@@ -126,17 +127,15 @@ def _joined(content: str | list[TextPart] | None, place: str) -> str | None:
 
 def _text(part: TextPart, place: str) -> str:
     if part.type not in _TEXT_TYPES:
-        raise refuse(f"{place}.type", f"{show(part.type)} is not supported; only {' and '.join(_TEXT_TYPES)} are")
-    refuse_unsupported(part, f"{place}.")
-    if part.text is None:
-        raise refuse(f"{place}.text", "is missing")
-    return part.text
+        raise refuse(f"{place}.type", f"{show(part.type)} is not supported; only {', '.join(_TEXT_TYPES)} are")
+    refuse_unsupported(part, place)
+    return text_or_refusal("refusal" if part.type == "refusal" else "text", part.text, part.refusal, place)
 
 
 def _reasoning_text(part: TextPart, place: str) -> str:
     if part.type != "reasoning_text":
         raise refuse(f"{place}.type", f"{show(part.type)} is not supported; only reasoning_text is")
-    refuse_unsupported(part, f"{place}.")
+    refuse_unsupported(part, place)
     if part.text is None:
         raise refuse(f"{place}.text", "is missing")
     return part.text

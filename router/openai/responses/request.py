@@ -12,26 +12,29 @@ from pdserve.core.limits import MAX_MESSAGES
 from pdserve.core.sampling import SamplingParams
 from router.openai.body import ChatBody, JsonSchema, ResponseFormat
 from router.openai.errors import encode_json
-from router.openai.ignored import NOTHING, Ignored, decode_body, joined
+from router.openai.ignored import NOTHING, Ignored, decode_body, joined, left_out
 from router.openai.json import decode, refuse, show
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, chat_call
 from router.openai.responses.body import (
     LOGPROBS,
+    NEVER_INCLUDED,
     SHARED,
     FunctionChoice,
     FunctionTool,
     ItemKind,
     ResponsesBody,
-    TextOptions,
+    TextFormat,
 )
 from router.openai.responses.items import Turns
 from router.openai.responses.names import Names
+from router.openai.structured import SCHEMA, formats_left_out
 from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import refuse_unsupported
 
 MAX_METADATA: Final = 16  # OpenAI's limits: pairs, and characters of a key and of a value
 MAX_KEY_CHARS: Final = 64
 MAX_VALUE_CHARS: Final = 512
+TEXT_SCHEMA: Final = "text.format.schema"
 _BODY: Final = msgspec.json.Decoder(ResponsesBody)
 _KIND: Final = msgspec.json.Decoder(ItemKind)
 _TOOL: Final = msgspec.json.Decoder(FunctionTool)
@@ -69,25 +72,27 @@ class ResponsesCall:
 def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> ResponsesCall:
     """Parse a body of `/v1/responses`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _BODY)
-    refuse_unsupported(fields)
+    parts = [ignored, refuse_unsupported(fields)]
     if fields.stream_options is not None:
-        refuse_unsupported(fields.stream_options, "stream_options.")
+        parts.append(refuse_unsupported(fields.stream_options, "stream_options"))
         if not fields.stream:
             raise refuse("stream_options", "is only allowed with stream: true")
-    logprobs = _logprobs(fields)
+    logprobs, hints = _included(fields)
     turns = _turns(fields)
-    tools, left_out = _tools(fields.tools or [])
+    tools, unknown_in_tools = _tools(fields.tools or [])
     choice, unknown = _chats_choice(fields.tool_choice)
+    if fields.text is not None:
+        parts.append(refuse_unsupported(fields.text, "text"))
     effort = None
     if fields.reasoning is not None:
-        refuse_unsupported(fields.reasoning, "reasoning.")
+        parts.append(refuse_unsupported(fields.reasoning, "reasoning"))
         effort = fields.reasoning.effort
     chat = ChatBody(
         messages=turns.messages,
         max_completion_tokens=fields.max_output_tokens,
         logprobs=logprobs or None,
         top_logprobs=fields.top_logprobs if logprobs else None,
-        response_format=_format(fields.text),
+        response_format=None if fields.text is None else _format(fields.text.format),
         tools=[_chats_tool(tool) for tool in tools] or None,
         tool_choice=choice,
         reasoning_effort=effort,
@@ -99,18 +104,20 @@ def parse_responses(body: bytes, header_id: str | None, headers: ClassHeaders = 
         call = chat_call(chat, header_id, headers)
     except InvalidRequest as exc:
         raise names.renamed(exc) from exc
-    return ResponsesCall(
-        call, joined([ignored, *turns.left_out, *left_out, unknown]), _repeated(fields, tools), logprobs, names
-    )
+    formats = formats_left_out(call.inputs[0], TEXT_SCHEMA if names.formatted else SCHEMA, "tools[].parameters")
+    parts += [hints, *turns.left_out, *unknown_in_tools, unknown, call.ignored, formats]
+    return ResponsesCall(call, joined(parts), _repeated(fields, tools), logprobs, names)
 
 
-def _logprobs(fields: ResponsesBody) -> bool:
-    for i, entry in enumerate(fields.include or []):
-        if entry != LOGPROBS:
+def _included(fields: ResponsesBody) -> tuple[bool, Ignored]:
+    """Return True if the answer includes log-probabilities, and the entries of `include` that are hints."""
+    entries = fields.include or []
+    for i, entry in enumerate(entries):
+        if entry != LOGPROBS and entry not in NEVER_INCLUDED:
             raise refuse(f"include[{i}]", f"{show(entry)} is not supported; only {LOGPROBS!r} is")
-    if fields.top_logprobs and not fields.include:
+    if fields.top_logprobs and LOGPROBS not in entries:
         raise refuse("top_logprobs", f"is only allowed with {LOGPROBS!r} in include")
-    return bool(fields.include)
+    return LOGPROBS in entries, left_out("include", [entry for entry in entries if entry != LOGPROBS])
 
 
 def _turns(fields: ResponsesBody) -> Turns:
@@ -144,7 +151,7 @@ def _tools(raws: list[msgspec.Raw]) -> tuple[list[FunctionTool], list[Ignored]]:
         if kind != "function":
             raise refuse(f"{place}.type", f"{show(kind)} is not supported; only 'function' is")
         tool, ignored = decode_body(bytes(raw), _TOOL, place)
-        refuse_unsupported(tool, f"{place}.")
+        refuse_unsupported(tool, place)
         if tool.name is None:
             raise refuse(f"{place}.name", "is missing")
         tools.append(tool)
@@ -171,17 +178,13 @@ def _chats_choice(choice: str | dict[str, msgspec.Raw] | None) -> tuple[str | di
     return {"type": msgspec.Raw(b'"function"'), "function": function}, ignored
 
 
-def _format(options: TextOptions | None) -> ResponseFormat | None:
+def _format(form: TextFormat | None) -> ResponseFormat | None:
     """Return the form of the text as a chat writes it."""
-    if options is None:
-        return None
-    refuse_unsupported(options, "text.")
-    form = options.format
     if form is None:
         return None
     if form.type != "json_schema":
         if bytes(form.schema) != b"null":
-            raise refuse("text.format.schema", "is only allowed with type json_schema")
+            raise refuse(TEXT_SCHEMA, "is only allowed with type json_schema")
         return ResponseFormat(form.type)
     return ResponseFormat("json_schema", JsonSchema(form.schema))
 
@@ -202,7 +205,7 @@ def _repeated(fields: ResponsesBody, tools: list[FunctionTool]) -> bytes:
         own = fields.text.format
         form = {name: value for name in ("type", "name", "description", "strict") if (value := getattr(own, name)) is not None}
         if own.type == "json_schema":
-            form["schema"] = decode(bytes(own.schema), _VALUE, "text.format.schema")
+            form["schema"] = decode(bytes(own.schema), _VALUE, TEXT_SCHEMA)
     values: dict[str, Any] = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,

@@ -1,0 +1,52 @@
+"""What a JSON schema loses, and what is written in another way, before it is compiled. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Any, Final
+
+FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""The formats that llguidance 1.9 enforces, and the one that it takes for none. It refuses all others. For JSON Schema
+(2020-12, validation 7.2.1) a format is a remark that need not be enforced; pydantic writes `path`, `password` and more."""
+_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
+_NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^\[((?!\^)(?:[^\]\\]|\\.)+)\]\*\$\)([^|]*)", re.DOTALL)
+"""A pattern that begins with "not only these characters", which pydantic writes for `Decimal`."""
+
+
+def simplify(schema: Any) -> list[str]:
+    """Take the formats that nobody enforces out of a schema, in place, and return their names. Formats inside data, such as
+    that of a `const`, stay, and so do those below keywords that the compiler does not have.
+
+    llguidance has no look-ahead. "Not only these characters" is said without one: there is another character.
+    """
+    formats: dict[str, None] = {}
+    left = deque([schema])
+    while left:
+        one = left.popleft()
+        if not isinstance(one, dict):
+            continue
+        form = one.get("format")
+        if isinstance(form, str) and form not in FORMATS:
+            del one["format"]
+            formats[form] = None
+        _drop_look_ahead(one)
+        for key, value in one.items():
+            if key in _SCHEMAS:
+                left.append(value)
+            elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                left.extend(value.values())
+            elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+                left.extend(value)
+    return list(formats)
+
+
+def _drop_look_ahead(schema: dict[str, Any]) -> None:
+    pattern, others = schema.get("pattern"), schema.get("allOf", [])
+    if isinstance(pattern, str) and isinstance(others, list) and (found := _NOT_ALL_OF.fullmatch(pattern)):
+        schema["pattern"] = f"^{found[2]}"
+        schema["allOf"] = [*others, {"pattern": f"[^{found[1]}]"}]
