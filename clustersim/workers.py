@@ -66,6 +66,7 @@ class SimRow:
     finish_reason: int
     logprobs: PackedLogprobs
     prompt_logprobs: PackedLogprobs = _NO_LOGPROBS
+    stop_string: int = 0
 
 
 @dataclass(slots=True, eq=False)

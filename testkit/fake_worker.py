@@ -372,7 +372,13 @@ class FakeWorker:
             text=text.encode(),
             finish_reason=finish,
             logprobs=logprobs_at(index, sequence.sampling),
+            stop_string=self._stop_string(token_id, sequence.sampling),
         )
+
+    def _stop_string(self, token_id: int, sampling: common_pb2.SamplingParams) -> int:
+        """Return 1 + the place of the first stop string in a token's text. 0: there is none, or a script is spoken."""
+        text = "" if self.script else self.text_of(token_id)
+        return next((place for place, stop in enumerate(sampling.stop, start=1) if stop in text), 0)
 
     def _draw(self, sequence: _Sequence, index: int) -> tuple[int, str, common_pb2.FinishReason]:
         """Return token id, text and finish reason of output `index`. A stop string is found only within one token's text."""
@@ -381,9 +387,10 @@ class FakeWorker:
         if self.script:
             return token_id, self.script[index], _STOP if index + 1 == len(self.script) else _UNFINISHED
         text = self.text_of(token_id)
-        stop = next((s for s in sampling.stop if s in text), None)
-        if stop is not None:
-            return token_id, text[: text.index(stop)], _STOP
+        if place := self._stop_string(token_id, sampling):
+            return token_id, text[: text.index(sampling.stop[place - 1])], _STOP
+        if token_id in sampling.stop_token_ids:
+            return token_id, "", _STOP
         if self.eos_after is not None and index + 1 >= self.eos_after and not sampling.ignore_eos:
             return token_id, text, _STOP
         return token_id, text, _LENGTH if index + 1 >= sampling.max_tokens else _UNFINISHED

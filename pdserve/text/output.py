@@ -69,6 +69,11 @@ class OutputText:
         """True when a stop string was found."""
         return self._stopped
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that was found. Empty: none was."""
+        return self._stops.found
+
     def push(self, token_id: int) -> TextStep:
         """Add the next output token and return the text that it makes certain. After a stop, tokens add nothing."""
         if self._stopped:

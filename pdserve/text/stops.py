@@ -26,6 +26,8 @@ class StopScanner:
         self._longest = max(map(len, stops), default=0)
         self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""  # the longest suffix of the text so far that begins a stop string and is shorter than the string
+        self.found = ""
+        """The stop string that was completed. Empty: none was."""
 
     def push(self, piece: str, *, honour: bool = True) -> tuple[str, bool]:
         """Add a piece. Return (text that is certain, True if a stop string was completed). The text ends before the match,
@@ -41,10 +43,8 @@ class StopScanner:
             for end in range(len(self._held) + 1, len(text) + 1):
                 if text.endswith(self._stops, 0, end):
                     self._held = ""
-                    if self._include:
-                        return text[:end], True
-                    longest = max(len(stop) for stop in self._stops if text.endswith(stop, 0, end))
-                    return text[: end - longest], True
+                    self.found = max((stop for stop in self._stops if text.endswith(stop, 0, end)), key=len)
+                    return text[: end if self._include else end - len(self.found)], True
         certain = self._certain(text)
         self._held = text[certain:]
         return text[:certain], False

@@ -34,6 +34,7 @@ class OutputStream:
         ids, so it goes on from there."""
         self._handle = handle
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+        self._stops = params.stop
         self._text = OutputText.of(tokenizer, prompt_ids, params)
         self._next_index = 0
         for token_id in earlier:
@@ -66,7 +67,7 @@ class OutputStream:
                 text += self._text.flush()
         if self._text.stopped:
             finish_reason = FinishReason.STOP
-        return link_pb2.StepRow(
+        row = link_pb2.StepRow(
             handle=self._handle,
             index=index,
             ids=(token_id,),
@@ -75,3 +76,6 @@ class OutputStream:
             logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
             prompt_logprobs=logprobs_to_wire(prompt_logprobs),
         )
+        if self._text.stopped:
+            row.stop_string = 1 + self._stops.index(self._text.stop_string)
+        return row

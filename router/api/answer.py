@@ -39,6 +39,11 @@ class Delta(msgspec.Struct, frozen=True):
     """Pieces of calls, at most one of each call. They are not part of `text`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry for each prompt token but the first, in the first delta, if the request asks for them."""
+    stop_string: int = 0
+    """1 + the place in the request's list of the stop string that ended the output. 0: none did."""
+    stop_reason: int | str | None = None
+    """What stopped the output, in the last delta, as in vLLM: the stop string, or the id of the stop token that the client
+    named. None: the model's own end token, a grammar or the length."""
 
 
 class Report(msgspec.Struct, frozen=True):

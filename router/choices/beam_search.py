@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from pdserve.core.errors import DeadlineExceeded, InternalBug, InvalidRequest, Overloaded
+from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InternalBug, InvalidRequest, Overloaded
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
 from router.api.choices import Choices, check_beams
-from router.api.request import GenerateInput, Prompt
+from router.api.request import GenerateInput, Prompt, is_chat
 from router.api.router_api import RouterApi
 from router.choices.beams import BeamSearch, Candidates
 from router.choices.together import together
@@ -62,8 +62,8 @@ async def beam_search(api: RouterApi, request: GenerateInput, choices: Choices, 
     room = api.max_prompt_tokens + 1 - len(prompt_ids)
     max_tokens = request.sampling.get("max_tokens", room)
     if max_tokens > room:
-        fit = f"the prompt has {len(prompt_ids)} tokens, so at most {room} can follow"
-        raise InvalidRequest(f"{max_tokens} is too large: {fit}", field="max_tokens")
+        prompt = "messages" if is_chat(request.prompt) else "prompt"
+        raise ContextOverflow.of_output(max_tokens, len(prompt_ids), api.max_prompt_tokens + 1, prompt=prompt)
     end_ids = () if request.sampling.get("ignore_eos") else api.model_info().eos_token_ids
     search = BeamSearch(choices.beam_width, max_tokens, length_penalty=choices.length_penalty, end_ids=end_ids)
     search.advance([top])

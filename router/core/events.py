@@ -229,6 +229,11 @@ class Row(Protocol):
         """The number of the finish reason on the wire."""
 
     @property
+    def stop_string(self) -> int:
+        """1 + the place of the stop string that ended the output in the request's list. 0: none did, or an older worker does
+        not tell."""
+
+    @property
     def logprobs(self) -> PackedLogprobs:
         """The packed log-probabilities of the ids."""
 

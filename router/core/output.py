@@ -72,11 +72,15 @@ class OrderedOutput:
 
 def delta_of(row: Row, spec: RequestSpec) -> Delta:
     """Return the delta of a row, with the log-probabilities that the request asks for. Raises `InternalBug` for text that is
-    not UTF-8, an unknown finish reason, or log-probabilities of another number of tokens."""
+    not UTF-8, an unknown finish reason or stop string, or log-probabilities of another number of tokens."""
     try:
         ids = tuple(row.ids[:])  # the slice is a list, which is read faster than the message's container
         found = unpack_logprobs(row.logprobs, len(ids)) if spec.sampling.logprobs is not None else ()
         delta = Delta(row.index, ids, row.text.decode(), FINISH_BY_NUMBER[row.finish_reason], found)
+        if delta.finish_reason is not None and row.stop_string:
+            if row.stop_string > len(spec.sampling.stop):
+                raise ValueError(f"there is no stop string {row.stop_string}")
+            delta = msgspec.structs.replace(delta, stop_string=row.stop_string)
         if row.index == 0 and spec.sampling.prompt_logprobs is not None:
             scores = unpack_logprobs(row.prompt_logprobs, len(spec.prompt_ids) - 1)
             return msgspec.structs.replace(delta, prompt_logprobs=scores)

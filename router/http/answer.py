@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Generation, unfinished
 from router.api.choices import likeliest, submit_choices
@@ -16,13 +16,23 @@ from router.api.timeline import report_of
 from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
 from router.choices.together import together
 from router.http.reply import Reply
-from router.openai.chunks import DONE, LOGPROBS_MARK, ChunkFormat, Envelope, add_ids, extension, usage, with_logprobs
+from router.openai.chunks import (
+    DONE,
+    LOGPROBS_MARK,
+    ChunkFormat,
+    Envelope,
+    StopReason,
+    add_ids,
+    extension,
+    usage,
+    with_logprobs,
+)
 from router.openai.echo import NOTHING_SHOWN, PromptView
 from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.names import as_written
 from router.openai.request import Call, candidate_ids
-from router.openai.tool_chunks import Gathered, tool_chunk
+from router.openai.tool_chunks import Gathered, ReasoningTokens, tool_chunk
 
 LISTED_BYTES: Final = 24
 """The JSON of one of the likeliest tokens has at least so many bytes: a number of 17 digits, and a short name in quotes. In a
@@ -41,6 +51,7 @@ class _Output:
     gathered: Gathered
     logprob: float
     """The log-probability of all tokens together, if it was asked for."""
+    stop_reason: StopReason
 
 
 async def answer(api: RouterApi, call: Call, reply: Reply) -> None:
@@ -89,29 +100,31 @@ async def _stream(api: RouterApi, call: Call, envelope: Envelope, generations: S
     ]
     told = [_told(pump, g, reply) for pump, g in zip(pumps, generations, strict=True)]
     if len(told) == 1:
-        tokens, last = await told[0]
+        chunks, last = await told[0]
+        counted = [chunks]
     else:
-        tokens, last = sum(await together([_written(one, reply) for one in told])), b""
+        counted, last = await together([_written(one, reply) for one in told]), b""
     if call.include_usage:
-        totals = _usage(call, generations, tokens)
+        reasoning = sum([one.reasoning.count for one in counted])
+        totals = _usage(call, generations, sum([one.tokens for one in counted]), reasoning)
         last += envelope.usage_chunk(totals, [g.report for g in generations])
     await reply.end(last + DONE)
 
 
-def _usage(call: Call, generations: Sequence[Generation], output_tokens: int) -> dict[str, Any]:
+def _usage(call: Call, generations: Sequence[Generation], output_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
     """Return the usage of generations that have ended. Candidates of one prompt share it, so it counts once, as its first one
     has computed it."""
     leaders = generations[:: call.choices.best_of]
     cached = [one.report.cached_tokens for one in leaders]
     known = None if None in cached else sum(tokens or 0 for tokens in cached)
-    return usage(sum(one.prompt_len for one in leaders), output_tokens, known)
+    return usage(sum(one.prompt_len for one in leaders), output_tokens, known, reasoning_tokens if call.chat else None)
 
 
-async def _written(pump: Coroutine[Any, Any, tuple[int, bytes]], reply: Reply) -> int:
-    """Write the last chunk of one of several choices. Return its number of output tokens."""
-    tokens, last = await pump
+async def _written(pump: Coroutine[Any, Any, tuple[_Chunks, bytes]], reply: Reply) -> _Chunks:
+    """Write the last chunk of one of several choices. Return what counted its tokens."""
+    chunks, last = await pump
     await reply.event(last)
-    return tokens
+    return chunks
 
 
 def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:
@@ -144,6 +157,7 @@ class _Chunks:
         self._prompt_ids = prompt_ids
         self._always = logprobs is not None or format_.continuous_usage or prompt_ids is not None
         self.tokens = 0
+        self.reasoning = ReasoningTokens()
 
     def of(self, delta: Delta) -> bytes:
         """Return the chunk of a delta, or nothing."""
@@ -151,10 +165,14 @@ class _Chunks:
         self.tokens += len(delta.ids)
         chunk = b""
         if delta.calls or delta.reasoning:
+            self.reasoning.add(delta)
             chunk = tool_chunk(self._format, delta, self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None)
-        elif delta.text or delta.finish_reason or self._always:
-            told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
-            chunk = self._format.chunk(delta.text, delta.finish_reason, told)
+        else:
+            if not delta.text or self.reasoning.waiting:
+                self.reasoning.add(delta)
+            if delta.text or delta.finish_reason or self._always:
+                told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
+                chunk = self._format.chunk(delta.text, delta.finish_reason, told, delta.stop_reason)
         if self._prompt_ids is not None:
             chunk = self._format.with_ids(chunk, delta.ids, self._prompt_ids if is_first else None)
         return self._counted(chunk)
@@ -180,9 +198,9 @@ async def _pump(
     view: PromptView | None,
     reply: Reply,
     turn: asyncio.Lock,
-) -> tuple[int, bytes]:
-    """Write one choice's chunks but the last one. Return its number of output tokens and its last chunk, so that what follows
-    it can be written with it. `turn` is that of the call, as in `_collect`.
+) -> tuple[_Chunks, bytes]:
+    """Write one choice's chunks but the last one. Return what counted its tokens, and its last chunk, so that what follows it
+    can be written with it. `turn` is that of the call, as in `_collect`.
 
     The stream opens with the first delta and not before, so that an earlier error still gets its own HTTP status.
     """
@@ -212,7 +230,7 @@ async def _pump(
         if opening:
             chunk, opening = opening + chunk, b""
         if delta.finish_reason:
-            return chunks.tokens, format_.last_chunk(chunk, generation.report)
+            return chunks, format_.last_chunk(chunk, generation.report)
         await reply.event(chunk)
         if not logprobs:
             generation.take_by(take)
@@ -233,10 +251,14 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, generations: Se
 
 def _body(call: Call, envelope: Envelope, generations: Sequence[Generation], outputs: Sequence[_Output]) -> list[bytes]:
     """Return the parts of the JSON of a whole answer."""
-    totals = _usage(call, generations, sum(len(out.ids) for out in outputs))
+    reasoning = sum([out.gathered.reasoning.count for out in outputs])
+    totals = _usage(call, generations, sum(len(out.ids) for out in outputs), reasoning)
     returned = _returned(call, outputs)
     told = [outputs[i] for i in returned]
-    choices = [out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK)) for i, out in enumerate(told)]
+    choices = [
+        out.gathered.into(envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK, out.stop_reason))
+        for i, out in enumerate(told)
+    ]
     rest = extension([generations[i].report for i in returned])
     if call.return_token_ids:
         prompts = [generations[i].prompt_ids for i in returned]
@@ -265,7 +287,8 @@ async def _beams(api: RouterApi, call: Call, reply: Reply) -> None:
             answers.append(await beam_search(api, request, call.choices, ends_s))
     outputs = [out for one in answers for out in one.outputs]
     choices = [envelope.choice(i, out.text, out.finish_reason, LOGPROBS_MARK) for i, out in enumerate(outputs)]
-    totals = usage(sum(len(one.prompt_ids) for one in answers), sum(len(out.ids) for out in outputs))
+    prompt_tokens, tokens = sum(len(one.prompt_ids) for one in answers), sum(len(out.ids) for out in outputs)
+    totals = usage(prompt_tokens, tokens, reasoning_tokens=0 if call.chat else None)
     rest: dict[str, Any] = {}
     if call.return_token_ids:
         prompts = [one.prompt_ids for one in answers for _ in one.outputs]
@@ -286,7 +309,7 @@ async def _collect(
     texts: list[str] = [view.text] if view else []
     listed: list[bytes] = []
     ids: list[int] = []
-    finish_reason = None
+    finish_reason, stop_reason = None, None
     told = JoinedLists()
     gathered = Gathered()
     logprob = 0.0
@@ -305,7 +328,7 @@ async def _collect(
         texts.append(delta.text)
         ids += delta.ids
         reply.gather(len(delta.text) + ID_BYTES * len(delta.ids))
-        finish_reason = delta.finish_reason
+        finish_reason, stop_reason = delta.finish_reason, delta.stop_reason
         logprob += sum([one.logprob for one in delta.logprobs])
         if logprobs is not None:
             async with turn:
@@ -314,7 +337,7 @@ async def _collect(
     if finish_reason is None:
         raise unfinished(generation)
     logprobs_json = told.encode() + (b',"prompt_logprobs":[%b]' % b",".join(listed) if listed else b"")
-    return _Output("".join(texts), tuple(ids), finish_reason, logprobs_json, gathered, logprob)
+    return _Output("".join(texts), tuple(ids), finish_reason, logprobs_json, gathered, logprob, stop_reason)
 
 
 async def _told(work: Coroutine[Any, Any, T], generation: Generation, reply: Reply) -> T:

@@ -20,6 +20,8 @@ from router.api.timeline import report_json, timeline
 from router.openai.errors import encode_json
 from router.openai.request import Call
 
+StopReason = int | str | None
+"""What stopped an output, as `Delta.stop_reason` tells it."""
 DONE: Final = b"data: [DONE]\n\n"
 _TEXT_MARK: Final = "\x00text\x00"  # stands for the text until the constant parts have been cut out
 _ID_MARK: Final = "\x00id\x00"
@@ -39,14 +41,21 @@ def event(payload: Any) -> bytes:
     return b"data: " + encode_json(payload) + b"\n\n"
 
 
-def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's usage object. `cached_tokens`: the prompt tokens that were not computed. None: they are not known."""
-    totals = {
+def usage(
+    prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return OpenAI's usage object. `cached_tokens`: the prompt tokens that were not computed. None: they are not known.
+    `reasoning_tokens`: those of a chat. None: it is no chat, or not its end."""
+    totals: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
     }
-    return totals if cached_tokens is None else {**totals, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    if cached_tokens is not None:
+        totals["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        totals["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return totals
 
 
 class Envelope:
@@ -72,10 +81,13 @@ class Envelope:
         """The `object` field of an answer that is not streamed."""
         return "chat.completion" if self._call.chat else "text_completion"
 
-    def choice(self, index: int, text: str, finish_reason: FinishReason, logprobs: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish_reason: FinishReason, logprobs: str, stop_reason: StopReason = None
+    ) -> dict[str, Any]:
         """Return one choice of an answer that is not streamed. `logprobs` is a mark that `with_logprobs` replaces."""
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._call.chat else {"text": text}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason.value}
+        reasons = {"finish_reason": finish_reason.value, "stop_reason": stop_reason}
+        return {"index": index, **content, "logprobs": logprobs, **reasons}
 
     def usage_chunk(self, totals: dict[str, Any], reports: list[Report]) -> bytes:
         """Return the chunk that follows the last one of every choice. It has no choices, but the usage of all and the report of
@@ -171,15 +183,22 @@ class ChunkFormat:
         self._tail: bytes = parts.tail
         self._running: bytes = parts.middle + _FINISH_JSON[None] + parts.tail
 
-    def chunk(self, text: str, finish_reason: FinishReason | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        """Return the chunk of one delta, with log-probabilities if they are given."""
+    def chunk(
+        self,
+        text: str,
+        finish_reason: FinishReason | None,
+        logprobs: dict[str, Any] | None = None,
+        stop_reason: StopReason = None,
+    ) -> bytes:
+        """Return the chunk of one delta, with log-probabilities if they are given. The last one tells the stop reason."""
         encoded = self._head + encode_basestring(text).encode()
-        if logprobs is not None:
-            middle = self._middle.replace(_NO_LOGPROBS, b'"logprobs":' + encode_json(logprobs))
-            return encoded + middle + _FINISH_JSON[finish_reason] + self._tail
-        if finish_reason is None:
+        if logprobs is None and finish_reason is None:
             return encoded + self._running
-        return encoded + self._middle + _FINISH_JSON[finish_reason] + self._tail
+        middle = self._middle
+        if logprobs is not None:
+            middle = middle.replace(_NO_LOGPROBS, b'"logprobs":' + encode_json(logprobs))
+        stopped = b"" if finish_reason is None else b',"stop_reason":' + encode_json(stop_reason)
+        return encoded + middle + _FINISH_JSON[finish_reason] + stopped + self._tail
 
     def last_chunk(self, chunk: bytes, report: Report) -> bytes:
         """Return the choice's last chunk with the report added, unless a chunk with the usage of all choices still follows."""

@@ -22,7 +22,7 @@ def tool_chunk(format_: ChunkFormat, delta: Delta, logprobs: dict[str, Any] | No
         told |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
     if delta.calls:
         told["tool_calls"] = [_piece(call) for call in delta.calls]
-    chunk = format_.chunk("", delta.finish_reason, logprobs)
+    chunk = format_.chunk("", delta.finish_reason, logprobs, delta.stop_reason)
     return chunk.replace(_EMPTY, b'"delta":' + encode_json(told), 1)
 
 
@@ -37,16 +37,38 @@ def _piece(call: CallDelta) -> dict[str, Any]:
     }
 
 
+class ReasoningTokens:
+    """Counts the tokens with which reasoning came, the opening mark among them. Tokens that came together with text or calls
+    are not told apart: each kind has the share of its length."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.waiting = 0
+        """Tokens that nothing came with yet. They belong to what comes next."""
+
+    def add(self, delta: Delta) -> None:
+        """Count the tokens of the next delta. A delta that has text alone may be left out while none wait."""
+        tokens, self.waiting = self.waiting + len(delta.ids), 0
+        written = len(delta.text) + sum([len(call.arguments) for call in delta.calls])
+        if delta.reasoning:
+            self.count += max(1, round(tokens * len(delta.reasoning) / (len(delta.reasoning) + written)))
+        elif not written and not delta.calls:
+            self.waiting = tokens
+
+
 class Gathered:
     """The calls and the reasoning of an answer that is not streamed."""
 
     def __init__(self) -> None:
+        self.reasoning = ReasoningTokens()
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
         self._arguments: list[list[str]] = []
 
     def add(self, delta: Delta) -> None:
         """Add those of the next delta."""
+        if not delta.text or delta.reasoning or self.reasoning.waiting:
+            self.reasoning.add(delta)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
         for call in delta.calls:

@@ -52,6 +52,7 @@ class RecordedRow:
     finish_reason: int
     logprobs: RecordedLogprobs = RecordedLogprobs()
     prompt_logprobs: RecordedLogprobs = RecordedLogprobs()
+    stop_string: int = 0
 
 
 def to_plain(value: Any) -> Plain:
@@ -118,8 +119,10 @@ def _to_foreign(cls: type[Any], plain: Any) -> Any:
 
 
 def _recorded(row: ev.Row) -> RecordedRow:
-    logprobs = [RecordedLogprobs(tuple(p.chosen), tuple(p.top_ids), tuple(p.top)) for p in (row.logprobs, row.prompt_logprobs)]
-    return RecordedRow(row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, *logprobs)
+    logprobs, of_prompt = [
+        RecordedLogprobs(tuple(p.chosen), tuple(p.top_ids), tuple(p.top)) for p in (row.logprobs, row.prompt_logprobs)
+    ]
+    return RecordedRow(row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, logprobs, of_prompt, row.stop_string)
 
 
 def _finite(value: Any) -> Any:

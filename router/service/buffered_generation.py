@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import msgspec
+
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, SamplingParams
 from router.api.answer import Delta, Report
 
 DELTA_BYTES: Final = 320  # of a delta with its text and one id, as CPython 3.11 counts
@@ -19,6 +21,8 @@ MAX_JOINED: Final = 256
 MAX_JOINED_CHARS: Final = 4096
 """A delta that has so much text gets no more of it. To read calls and reasoning from it takes at most 15 ms (AMD EPYC: 3 us a
 character), so nobody else waits for long."""
+
+DEFAULTS: Final = SamplingParams()
 
 
 class Deliveries:
@@ -50,13 +54,15 @@ class BufferedGeneration:
         prompt_ids: tuple[int, ...],
         released: Callable[[BufferedGeneration], None],
         deliveries: Deliveries | None = None,
+        sampling: SamplingParams = DEFAULTS,
     ) -> None:
         """`released` is called once, when the client has taken everything or has left. `deliveries` are those of the service.
-        None: the generation has its own."""
+        None: the generation has its own. `sampling` has the strings and tokens that may stop the output."""
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.prompt_len = len(prompt_ids)
         self._released: Callable[[BufferedGeneration], None] | None = released
+        self._sampling = sampling
         self._buffer: deque[Delta] = deque()
         self._deliveries = deliveries or Deliveries()
         self._due = False
@@ -114,7 +120,9 @@ class BufferedGeneration:
             parts.append(self._buffer.popleft())
             chars += len(parts[-1].text)
         ids = tuple([token_id for part in parts for token_id in part.ids])
-        return Delta(first.index, ids, "".join([part.text for part in parts]), parts[-1].finish_reason)
+        last = parts[-1]
+        text = "".join([part.text for part in parts])
+        return Delta(first.index, ids, text, last.finish_reason, stop_reason=last.stop_reason)
 
     @property
     def report(self) -> Report:
@@ -140,8 +148,10 @@ class BufferedGeneration:
 
     def push(self, delta: Delta) -> None:
         """Add a delta for the client to take."""
-        self._buffer.append(delta)
         self.finish_reason = delta.finish_reason
+        if delta.finish_reason is FinishReason.STOP:
+            delta = msgspec.structs.replace(delta, stop_reason=_stop_reason(delta, self._sampling))
+        self._buffer.append(delta)
         if self._taker is None or delta.finish_reason is not None:
             self._wake()
         elif self._waits and not self._due:
@@ -236,3 +246,10 @@ def slow_clients(
             one, f"the client is too slow: {max_bytes} bytes wait for all clients (router.max_inflight_answer_bytes)"
         )
     return slow
+
+
+def _stop_reason(last: Delta, sampling: SamplingParams) -> int | str | None:
+    """Return what stopped an output. The core does not do it: a recording has neither strings nor ids, and is replayed."""
+    if last.stop_string:
+        return sampling.stop[last.stop_string - 1]
+    return last.ids[-1] if last.ids and last.ids[-1] in sampling.stop_token_ids else None

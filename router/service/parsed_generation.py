@@ -77,7 +77,7 @@ class ParsedGeneration:
         first = msgspec.structs.replace(delta, finish_reason=None, **parts[0])
         rest = [Delta(delta.index + len(delta.ids), (), finish_reason=None, **part) for part in parts[1:]]
         *early, last = first, *rest
-        return [*early, msgspec.structs.replace(last, finish_reason=finish_reason)]
+        return [*early, msgspec.structs.replace(last, finish_reason=finish_reason, stop_reason=delta.stop_reason)]
 
     def _part(self, events: list[Event]) -> dict[str, Any]:
         """Return the fields of a delta that the events are."""

@@ -358,7 +358,9 @@ class RouterService:
             raise bug
 
     def _start(self, submit: ev.Submit) -> BufferedGeneration:
-        generation = BufferedGeneration(submit.request_id, submit.spec.prompt_ids, self._released, self._deliveries)
+        generation = BufferedGeneration(
+            submit.request_id, submit.spec.prompt_ids, self._released, self._deliveries, submit.spec.sampling
+        )
         effects = self._handle(submit)  # raises before anything is registered
         self._live[submit.request_id] = generation
         self._open[generation] = None

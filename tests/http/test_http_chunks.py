@@ -25,13 +25,18 @@ def payload(event: bytes) -> Any:
     return json.loads(event[6:])
 
 
-@given(chat=st.booleans(), include=st.booleans(), index=st.integers(0, 99), text=TEXT, finish=FINISH, model=TEXT)
-def test_chunk(chat: bool, include: bool, index: int, text: str, finish: FinishReason | None, model: str) -> None:
+@given(
+    chat=st.booleans(), include=st.booleans(), index=st.integers(0, 99), text=TEXT, finish=FINISH, model=TEXT,
+    stop=st.none() | st.integers() | TEXT,
+)  # fmt: skip
+def test_chunk(
+    chat: bool, include: bool, index: int, text: str, finish: FinishReason | None, model: str, stop: int | str | None
+) -> None:
     call = Call(chat, "r", (GenerateInput("p"),), True, include, False)
     envelope = Envelope(call, model)
-    chunk = payload(ChunkFormat(envelope, call, index).chunk(text, finish))
+    chunk = payload(ChunkFormat(envelope, call, index).chunk(text, finish, stop_reason=stop))
     choice = {"index": index, **({"delta": {"content": text}} if chat else {"text": text}), "logprobs": None,
-              "finish_reason": finish.value if finish else None}  # fmt: skip
+              "finish_reason": finish.value if finish else None, **({"stop_reason": stop} if finish else {})}  # fmt: skip
     expected = envelope.wrap("chat.completion.chunk" if chat else "text_completion", choices=[choice])
     assert chunk == expected | ({"usage": None} if include else {})
     assert chunk["id"] == ("chatcmpl-r" if chat else "cmpl-r")

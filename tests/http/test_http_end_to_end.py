@@ -13,7 +13,7 @@ from raw_http import connect, exchange, head, post
 
 from router.http import serve_http
 from testkit.fake_worker import DECODE
-from tests.router.local_cluster import LocalCluster, local_cluster, right_text
+from tests.router.local_cluster import LocalCluster, local_cluster, right_ids, right_text
 
 TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
@@ -91,6 +91,33 @@ def test_a_client_that_leaves_a_stream_frees_the_workers(prompt: Any) -> None:
             writer.transport.abort()
             await cluster.assert_idle()
             assert cluster.decode.cancelled
+
+    run(story())
+
+
+def test_the_stop_reason_is_what_stopped_the_output_as_in_vllm() -> None:
+    """It is null for the length and for the model's own end, and stands in the last chunk alone."""
+    ids = [1, 2, 3]
+    drawn = right_ids(ids, 3)
+    string = right_text(ids, 3)[len(right_text(ids, 2)) :][1:3]
+    cases: list[tuple[dict[str, Any], str, Any]] = [
+        ({"stop": ["nowhere", string]}, "stop", string),
+        ({"stop_token_ids": [drawn[2]]}, "stop", drawn[2]),
+        ({}, "length", None),
+    ]
+
+    async def story() -> None:
+        async with http_cluster() as (cluster, base), client(base) as c:
+            for fields, finish, stopped in cases:
+                body: dict[str, Any] = {"model": "tiny", "prompt": ids, "max_tokens": 3, "extra_body": fields}
+                choice = (await c.completions.create(**body)).choices[0]
+                assert (choice.finish_reason, choice.model_extra) == (finish, {"stop_reason": stopped})
+                chunks = [chunk.choices[0] async for chunk in await c.completions.create(**body, stream=True)]
+                assert [chunk.model_extra for chunk in chunks] == [{}] * (len(chunks) - 1) + [{"stop_reason": stopped}]
+            hi: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            usual = (await c.chat.completions.create(**hi, stop=["nowhere"])).choices[0]
+            assert (usual.finish_reason, usual.model_extra) == ("length", {"stop_reason": None})
+            await cluster.assert_idle()
 
     run(story())
 

@@ -174,10 +174,20 @@ def test_reasoning_stands_beside_the_content() -> None:
                         "tool_calls",
                     )
                     assert (await ask(client, **fields))[:4] == (SPOKEN, "Hm, 1 < 2.", [], "stop")
+                for usage in await usages(client, fields["extra_body"]):
+                    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
             async with speaking(text, reasoning_parser="none") as (_, client):
                 assert (await whole(client))[:4] == (text, "", [], "stop")
+                assert [usage.completion_tokens_details.reasoning_tokens for usage in await usages(client)] == [0, 0]
 
     run(story())
+
+
+async def usages(client: openai.AsyncOpenAI, extra: dict[str, Any] | None = None) -> list[Any]:
+    """Return the usage of a whole chat and of a streamed one."""
+    body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "extra_body": extra}
+    stream = await client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
+    return [(await client.chat.completions.create(**body)).usage, [chunk async for chunk in stream][-1].usage]
 
 
 def test_grpc_tells_calls_and_reasoning_in_pieces() -> None:

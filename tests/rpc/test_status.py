@@ -62,8 +62,9 @@ def test_a_peers_reason_comes_back_as_its_error(code: ErrorCode) -> None:
 
 def test_every_class_of_error_can_cross_the_wire_or_never_does() -> None:
     """A class that is added without a row here would reach the other side as somebody else's error."""
-    # Told as InternalBug; two that end their worker; one that ends a process at its start; told as Unavailable.
-    never = {IllegalTransition, OutOfMemory, OutOfThreads, ConfigError, errors.RouterStopping}
+    # Told as InternalBug; two that end their worker; one that ends a process at its start; told as Unavailable and as
+    # InvalidRequest.
+    never = {IllegalTransition, OutOfMemory, OutOfThreads, ConfigError, errors.RouterStopping, errors.ContextOverflow}
     ours = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, PdserveError)}
     assert {type(from_reason(reason, "x")) for reason in map(to_reason, ErrorCode)} == ours - never - {PdserveError}
     assert all(CLASSES[cls.code] is cls for cls in ours - never - {PdserveError})

@@ -86,8 +86,8 @@ def case_of(data: st.DataObject, tokenizer: Tokenizer) -> Case:
     return Case(ids, params, {*stop_ids, *(() if params.ignore_eos else special)})
 
 
-def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int]:
-    """Return text, finish reason and number of tokens, from the text of all tokens at once."""
+def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int, str]:
+    """Return text, finish reason, number of tokens and the stop string that was found, from the text of all tokens at once."""
     params = case.params
     written = tokenizer.token_bytes if params.skip_special_tokens else tokenizer.written_bytes
 
@@ -99,20 +99,21 @@ def definition(tokenizer: Tokenizer, case: Case) -> tuple[str, FinishReason, int
     for count in range(1, len(case.ids) + 1):
         reason = case.reason(count)
         if reason is FinishReason.STOP and not params.include_stop_str_in_output:
-            return text_of(count - 1, whole=True), reason, count
+            return text_of(count - 1, whole=True), reason, count, ""
         before, now = text_of(count - 1, whole=False), text_of(count, whole=False)
         for end in range(len(before) + 1, len(now) + 1):
             found = [stop for stop in params.stop if now[:end].endswith(stop)]
             if found and count >= params.min_tokens:
                 kept = end if params.include_stop_str_in_output else end - max(map(len, found))
-                return now[:kept], FinishReason.STOP, count
+                return now[:kept], FinishReason.STOP, count, max(found, key=len)
         if reason is not None:
-            return text_of(count, whole=True), reason, count
+            return text_of(count, whole=True), reason, count, ""
     raise AssertionError("the last token ends the request")
 
 
-def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[str], FinishReason, int]:
-    """Return the text of each row of a worker that goes on after `resumed` tokens, the finish reason and the last index."""
+def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[str], FinishReason, int, str]:
+    """Return the text of each row of a worker that goes on after `resumed` tokens, the finish reason, the last index and the
+    stop string that was found."""
     stream = OutputStream(Handle(1), tokenizer, (), case.params, case.ids[:resumed], eos_token_ids=tuple(case.ends))
     texts = []
     for index in range(resumed, len(case.ids)):
@@ -120,7 +121,8 @@ def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[s
         assert (row.index, list(row.ids)) == (index, [case.ids[index]])
         texts.append(row.text.decode())
         if (reason := finish_from_wire(row.finish_reason)) is not None:
-            return texts, reason, index + 1
+            return texts, reason, index + 1, case.params.stop[row.stop_string - 1] if row.stop_string else ""
+        assert not row.stop_string
     raise AssertionError("the last token ends the request")
 
 
@@ -130,8 +132,8 @@ def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[s
 def test_the_text_of_a_worker_is_the_definitions(kind, data):
     tokenizer = tokenizer_of_kind(kind)
     case = case_of(data, tokenizer)
-    texts, reason, count = streamed(tokenizer, case)
-    assert ("".join(texts), reason, count) == definition(tokenizer, case)
+    texts, *end = streamed(tokenizer, case)
+    assert ("".join(texts), *end) == definition(tokenizer, case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,6 +142,6 @@ def test_the_text_of_a_worker_is_the_definitions(kind, data):
 def test_a_worker_that_takes_over_anywhere_goes_on_with_the_same_text(kind, data):
     tokenizer = tokenizer_of_kind(kind)
     case = case_of(data, tokenizer)
-    texts, reason, count = streamed(tokenizer, case)
-    for resumed in range(count):
-        assert streamed(tokenizer, case, resumed) == (texts[resumed:], reason, count)
+    texts, *end = streamed(tokenizer, case)
+    for resumed in range(len(texts)):
+        assert streamed(tokenizer, case, resumed) == (texts[resumed:], *end)

@@ -1,4 +1,4 @@
-"""What a JSON schema loses, and what is written in another way, before it is compiled. Pure."""
+"""A JSON schema loses formats that nobody enforces, and a look-ahead that it can do without, before it is compiled. Pure."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class StepBatch(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ...) -> None: ...
 
 class StepRow(_message.Message):
-    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs", "prompt_logprobs")
+    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs", "prompt_logprobs", "stop_string")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class StepRow(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     handle: int
     index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -146,7 +147,8 @@ class StepRow(_message.Message):
     finish_reason: _common_pb2.FinishReason
     logprobs: _common_pb2.Logprobs
     prompt_logprobs: _common_pb2.Logprobs
-    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    stop_string: int
+    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., stop_string: _Optional[int] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("handle", "reason", "message", "pair_failed")

@@ -41,6 +41,7 @@ _CACHED: Final = {**_COUNT, "description": "The prompt tokens that were not comp
 _USAGE: Final = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     prompt_tokens_details=_object({"cached_tokens": _CACHED}),
+    completion_tokens_details=_object({"reasoning_tokens": {**_COUNT, "description": "Those of a chat."}}),
 )
 _CALL: Final = _object({"id": _TEXT, "type": _const("function"), "function": _object({"name": _TEXT, "arguments": _TEXT})})
 _REASONING: Final = {**_TEXT, "description": "What the model thought. Both names have the same text."}
@@ -48,8 +49,18 @@ _MESSAGE: Final = _object(
     {"role": _const("assistant"), "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
     tool_calls=_list(_CALL), reasoning_content=_REASONING, reasoning=_REASONING,
 )  # fmt: skip
-_CHAT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "message": _MESSAGE}
-_TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "logprobs": _LOGPROBS, "text": _TEXT}
+_STOP: Final = {
+    "type": ["string", "integer", "null"],
+    "description": "The stop string, or the stop token's id, of the request.",
+}
+_CHAT_CHOICE: Final = {
+    "index": _COUNT,
+    "finish_reason": _FINISH,
+    "stop_reason": _STOP,
+    "logprobs": _LOGPROBS,
+    "message": _MESSAGE,
+}
+_TEXT_CHOICE: Final = {"index": _COUNT, "finish_reason": _FINISH, "stop_reason": _STOP, "logprobs": _LOGPROBS, "text": _TEXT}
 _IDS: Final = {**_list(_COUNT), "description": "With `return_token_ids`."}
 _SCORES: Final = {**_list({"type": ["object", "null"]}), "description": "With `prompt_logprobs`; null for the first token."}
 _RESPONSE_USAGE: Final = {

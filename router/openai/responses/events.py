@@ -15,6 +15,7 @@ from router.api.timeline import report_json
 from router.openai.errors import encode_json, error_payload
 from router.openai.responses.output import IN_PROGRESS, CallOutput, Event, MessageOutput, OutputItem, ReasoningOutput
 from router.openai.responses.request import ResponsesCall
+from router.openai.tool_chunks import ReasoningTokens
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -42,8 +43,7 @@ class ResponseWriter:
         self._item: OutputItem | None = None
         self._early: list[bytes] = []
         """Log-probabilities of tokens that no item has yet, since their text is not certain."""
-        self._early_tokens = 0
-        self._reasoning_tokens = 0
+        self._reasoning = ReasoningTokens()
 
     def opening(self) -> bytes:
         """Return the events before the first token."""
@@ -54,7 +54,7 @@ class ResponseWriter:
         """Return the events of a delta, with the log-probabilities of its tokens as entries of a JSON list."""
         if logprobs:
             self._early.append(logprobs)
-        self._early_tokens += len(delta.ids)
+        self._reasoning.add(delta)
         events: list[Event] = []
         if delta.reasoning:
             events += self._reason(delta)
@@ -86,10 +86,6 @@ class ResponseWriter:
 
     def _reason(self, delta: Delta) -> list[Event]:
         self._early.clear()
-        written = len(delta.text) + sum(len(call.arguments) for call in delta.calls)
-        share = len(delta.reasoning) / (len(delta.reasoning) + written)  # tokens that came together are not told apart
-        self._reasoning_tokens += max(1, round(self._early_tokens * share))
-        self._early_tokens = 0
         item, events = self._item, []
         if not isinstance(item, ReasoningOutput):
             item = ReasoningOutput(self._id("rs"), len(self._items) + (item is not None))
@@ -99,7 +95,6 @@ class ResponseWriter:
     def _say(self, text: str) -> list[Event]:
         logprobs = b",".join(self._early)
         self._early.clear()
-        self._early_tokens = 0
         item = self._item
         if isinstance(item, MessageOutput):
             return [item.delta(text, logprobs)]
@@ -108,7 +103,6 @@ class ResponseWriter:
 
     def _call(self, piece: CallDelta) -> list[Event]:
         self._early.clear()
-        self._early_tokens = 0
         item, events = self._item, []
         if piece.id or not isinstance(item, CallOutput):
             item = CallOutput(self._id("fc"), len(self._items) + (item is not None), piece.id, piece.name)
@@ -153,7 +147,7 @@ class ResponseWriter:
             "input_tokens": report.prompt_tokens,
             "input_tokens_details": {"cached_tokens": report.cached_tokens or 0, "cache_write_tokens": 0},
             "output_tokens": report.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count},
             "total_tokens": report.prompt_tokens + report.output_tokens,
         }
 

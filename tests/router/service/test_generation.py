@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta, Report
 from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries, slow_clients
 
@@ -30,6 +31,31 @@ def test_a_client_that_stops_reading_at_the_last_delta_stalls_too() -> None:
         assert stalls == [False, False, True]
         generation.drop_client(Cancelled("the client took nothing"))
         assert released == [generation]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (Delta(1, (8,), "", FinishReason.STOP, stop_string=2), "two"),
+        (Delta(1, (8,), "", FinishReason.STOP), 8),
+        (Delta(1, (9,), "", FinishReason.STOP), None),
+        (Delta(1, (8,), "", FinishReason.LENGTH), None),
+    ],
+)
+def test_the_last_delta_says_what_stopped_the_output(last: Delta, reason: object, joined: bool) -> None:
+    """It is a stop string, or a stop token that the client named; not the model's own end token, nor the length."""
+
+    async def story() -> None:
+        sampling = SamplingParams(stop=("one", "two"), stop_token_ids=(7, 8))
+        generation = BufferedGeneration("r", (1,), lambda _: None, sampling=sampling)
+        generation.push(Delta(0, (7,), "a", None))
+        if not joined:
+            assert (await anext(generation)).stop_reason is None
+        generation.push(last)
+        assert (await anext(generation)).stop_reason == reason
 
     asyncio.run(story())
 
