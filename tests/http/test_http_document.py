@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,12 +20,13 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from router.api.answer import CallDelta, Delta
 from router.http.markup import html_of
-from router.openai.body import WITHOUT_EFFECT
+from router.openai.body import WITHOUT_EFFECT, StreamOptions
 from router.openai.chunks import Envelope, add_ids, usage
 from router.openai.document.descriptions import FIELDS
 from router.openai.document.document import OPERATIONS, document
 from router.openai.document.schemas import BODIES
 from router.openai.request import parse_chat, parse_completion
+from router.openai.responses.body import MessageItem, ReasoningItem, ReasoningOptions, TextOptions
 from router.openai.responses.request import parse_responses
 from router.openai.tool_chunks import Gathered
 from router.openai.unsupported import hints, neutral_values
@@ -72,6 +74,14 @@ def test_every_accepted_field_is_explained_and_every_other_one_marked() -> None:
     names = {name for schema in SCHEMAS.values() for name in schema.get("properties", {})}
     places = {f"{shape}.{name}" for shape, schema in SCHEMAS.items() for name in schema.get("properties", {})}
     assert {*FIELDS} - {*WITHOUT_EFFECT} - names - places == set()
+
+
+def test_the_page_for_clients_names_every_field_that_is_refused_and_every_hint() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for shape in (*BODIES[:3], StreamOptions, TextOptions, ReasoningOptions, MessageItem, ReasoningItem):
+        for name in neutral_values(shape):
+            if name in hints(shape) or shape in BODIES:
+                assert re.search(rf"`{name}(: false)?`", page), f"docs/api.md does not name {name} of {shape.__name__}"
 
 
 def test_a_field_whose_meaning_depends_on_its_place_is_explained_at_its_place() -> None:
