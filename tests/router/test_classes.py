@@ -80,7 +80,7 @@ def test_targets_are_reported_counted_and_shown_and_probes_count_nowhere() -> No
 
 def _with_wrong_field() -> inference_pb2.GenerateRequest:
     request = generate_request((1, 2), 3, slo_class="fast")
-    request.sampling.top_p = 0.0
+    request.sampling.top_p = -1.0
     return request
 
 
