@@ -13,12 +13,12 @@ from router.api.identity import new_request_id
 from router.api.timeline import report_json, timeline
 from router.http.exchange import Exchange, Headers
 from router.openai.errors import encode_json, error_headers, error_payload
+from router.openai.request import kept_id
 from router.parsing.body_budget import BodyShare
 
 PIECE_BYTES: Final = 64 << 10
 """A long body is written in such pieces, each after the client has taken most of the one before: a transport asks its writer to
 wait when it holds more than that."""
-MAX_ID_CHARS: Final = 128  # as of an id that is taken
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
 _IGNORED: Final = b"x-pdserve-ignored-fields"
@@ -49,8 +49,7 @@ class Reply:
 
     def correlate(self, header_id: str | None) -> None:
         """Set the id that answers carry before the request has its own: that of the client's header, or a new one."""
-        told = (header_id or new_request_id())[:MAX_ID_CHARS]
-        self._headers = [(_CORRELATION_ID, told.encode("latin-1"))]
+        self._headers = [(_CORRELATION_ID, (kept_id(header_id) or new_request_id()).encode("ascii"))]
 
     def name(self, request_id: str, correlation_id: str) -> None:
         """Set the ids that answers carry from now on. A client that gave no id of its own gets the router's id in its place."""

@@ -213,11 +213,16 @@ def _session_id(body: CompletionBody | ChatBody, headers: ClassHeaders) -> str:
     return hint if len(whole) <= SESSION_ID.count else hashlib.sha256(whole).hexdigest()
 
 
+def kept_id(header_id: str | None) -> str:
+    """Return what of an X-Request-Id header fits a header and a line of the log. No request fails for one that a proxy has set
+    ("a, b" where two of them did); the answer's header says what was kept."""
+    return _UNFIT.sub("", header_id or "")[:MAX_ID_CHARS]
+
+
 def _correlation_id(body_id: str | None, header_id: str | None) -> str:
-    """Return the body's `request_id`, or else the X-Request-Id header, or else nothing. No request fails for a header that a
-    proxy has set ("a, b" where two of them did): what does not fit is left out, and the answer's header says what was kept."""
+    """Return the body's `request_id`, or else what is kept of the X-Request-Id header."""
     if body_id is None:
-        return _UNFIT.sub("", header_id or "")[:MAX_ID_CHARS]
+        return kept_id(header_id)
     if not _CORRELATION_ID.fullmatch(body_id):
         told = f"must be 1 to {MAX_ID_CHARS} printable ASCII characters without spaces, got {show(body_id)}"
         raise refuse("request_id", told)
