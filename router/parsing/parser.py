@@ -27,7 +27,7 @@ from router.openai.responses.request import ResponsesCall
 from router.parsing.child import LENGTH
 from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, Parsed, parse
-from router.service.serial_thread import SerialThread
+from router.service.loop_time.serial_thread import SerialThread
 
 logger = logging.getLogger(__name__)
 

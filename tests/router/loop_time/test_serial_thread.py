@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.core.errors import Unavailable
-from router.service.serial_thread import SerialThread
+from router.service.loop_time.serial_thread import SerialThread
 
 
 class Body:
