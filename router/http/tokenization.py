@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -13,7 +14,7 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.http.body import BodyRefused, header, read_body, refuse_body
+from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
 from router.http.exchange import Exchange, exchange_of
 from router.http.reply import Reply
 from router.http.running_calls import RunningCalls
@@ -53,14 +54,14 @@ class Tokenization:
     async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> bytes:
         with self._budget.share() as share:
             body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
-            return await self._running.run(exchange, self._made(body))
+            return await self._running.run(exchange, self._made(body, client_of(scope, self._api.clients)))
 
-    async def _made(self, body: bytes) -> bytes:
-        asked = await self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens))
+    async def _made(self, body: bytes, client: tuple[str, ...]) -> bytes:
+        asked = await self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, client=client))
         if isinstance(asked, DetokenizeInput):
-            return encode_json({"prompt": await self._api.detokenize(asked)})
+            return encode_json({"prompt": await self._api.detokenize(replace(asked, client=client))})
         assert isinstance(asked, TokenizeInput)
-        ids = await self._api.tokenize(asked)
+        ids = await self._api.tokenize(replace(asked, client=client))
         tokens = await _listed(ids, list)
         spellings = await _listed(ids, self._api.spellings) if asked.with_spellings else b"null"
         told = b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}'

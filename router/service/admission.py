@@ -88,7 +88,9 @@ class Admission:
     ) -> Submit:
         """Do what takes time: the prompt waits for the threads that tokenise, and a constraint for its check."""
         if leader is None:
-            prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            prompt_ids = await self._encoder.encode(
+                request.prompt, request.client, add_special_tokens=request.add_special_tokens, must_fit=True
+            )
         else:
             prompt_ids = leader.spec.prompt_ids
         self._check_length(request.prompt, prompt_ids)

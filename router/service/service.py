@@ -237,7 +237,7 @@ class RouterService:
     async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """Implements `RouterApi.tokenize`."""
         self._admission.check_model(asked.model)
-        return await self._encoder.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        return await self._encoder.encode(asked.prompt, asked.client, add_special_tokens=asked.add_special_tokens)
 
     async def detokenize(self, asked: DetokenizeInput) -> str:
         """Implements `RouterApi.detokenize`."""

@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.rpc.v1 import inference_pb2
+from pdserve.text.tokenizer import Tokenizer
 from router.api.request import ChatMessage, GenerateInput, TokenizeInput
 
 from .local_cluster import generate_request, local_cluster, right_ids
@@ -185,7 +186,25 @@ def test_long_prompts_are_tokenised_beside_the_loop() -> None:
             )
             refused = [r for r in results if isinstance(r, PdserveError)]
             assert {r.code.value for r in refused} == {"overloaded"}
-            assert cluster.service._encoder._encoding == 0
+            assert len(cluster.service._encoder._thread._turns) == 0
+
+    run(story())
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 prompts of 2 MB were tokenised for 21 s, and refused for their lengths after that. Whoever asks for the ids alone
+    still gets them."""
+
+    async def story() -> None:
+        async with local_cluster() as cluster:
+            service = cluster.service
+            text = "ab " * 5 * service.max_model_len
+            assert len(await service.tokenize(TokenizeInput(None, text))) > service.max_model_len
+            monkeypatch.setattr(Tokenizer, "encode", lambda *args, **more: pytest.fail("it was tokenised"))
+            for prompt, field in ((text, "prompt"), ((ChatMessage("user", text),), "messages")):
+                with pytest.raises(InvalidRequest, match=rf"^{field}: has at least \d+ tokens; at most 255 fit") as refused:
+                    await service.submit(GenerateInput(prompt=prompt))
+                assert refused.value.field == field
 
     run(story())
 
