@@ -14,25 +14,8 @@ from pdserve.core.errors import InternalBug
 from pdserve.core.ids import RequestId
 from router.core.events import LinkId
 
-PRIOR_OUTPUT_TOKENS: Final = 128.0
-"""The mean before any request has finished: a guess. A wrong one costs a NoRoom or a short wait."""
 MEAN_WEIGHT: Final = 0.02
-"""The weight of the newest output in the running mean. The mean forgets half of the past in 34 requests."""
-
-
-class OutputMean:
-    """A running mean of the output tokens of finished requests."""
-
-    def __init__(self) -> None:
-        self._mean = PRIOR_OUTPUT_TOKENS
-
-    def saw(self, output_tokens: int) -> None:
-        """Count the output of a finished request."""
-        self._mean += MEAN_WEIGHT * (output_tokens - self._mean)
-
-    def expect(self, max_tokens: int) -> int:
-        """Return how many tokens a request of at most `max_tokens` will probably put out, at least 1."""
-        return max(1, min(max_tokens, round(self._mean)))
+"""The weight of the newest stay in the running mean. The mean forgets half of the past in 34 requests."""
 
 
 class StayMean:

@@ -119,6 +119,8 @@ class LiveRequest:
     """The request with the same prompt whose KV this one shares, also after it has ended. Empty: there is none."""
     client: tuple[str, ...] = ()
     """The names of the client, its connection and its call. Empty: the client is not known."""
+    open_ended: bool = False
+    """The client named no `max_tokens`."""
     charged_tokens: int | None = None
     """The tokens that the client has been charged for this request. None: it has not been charged yet."""
     charged_to: tuple[Line, Path] | None = None
@@ -200,6 +202,7 @@ class LiveRequest:
             prefix_keys=submit.prefix_keys,
             leader=submit.leader,
             client=submit.client,
+            open_ended=submit.open_ended,
         )
 
     def start_over(self) -> None:

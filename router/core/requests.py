@@ -16,7 +16,8 @@ from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.ledger import Ledger, OutputMean, StayMean
+from router.core.forecast.outputs import ExpectedOutputs
+from router.core.ledger import Ledger, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
@@ -48,7 +49,7 @@ class Requests:
         self.waiting = waiting
         self._limits = limits
         self.ledger = Ledger(self._charge_changed)
-        self.outputs = OutputMean()
+        self.outputs = ExpectedOutputs()
         self.sessions = Sessions(registry)
         self.stays = StayMean()
         self.stories = Stories()

@@ -117,6 +117,7 @@ class Admission:
             prefix_keys=await self._prefix_keys(spec, leader),
             leader=RequestId("") if leader is None else leader.request_id,
             client=request.client,
+            open_ended="max_tokens" not in request.sampling,
         )
 
     async def _prefix_keys(self, spec: RequestSpec, leader: Submit | None) -> tuple[int, ...]:

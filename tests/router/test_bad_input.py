@@ -167,7 +167,9 @@ def test_defaults_fill_the_context_and_draw_a_seed() -> None:
             admit = cluster.service._admission.admit
             first = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
             second = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
-            assert first.spec.sampling.max_tokens == 254
+            assert (first.spec.sampling.max_tokens, first.open_ended) == (254, True)
+            named = await admit(GenerateInput(prompt=(1, 2), sampling={"max_tokens": 254}), arrived_s=0.0)
+            assert not named.open_ended
             assert first.spec.sampling.seed != second.spec.sampling.seed
             assert first.request_id != second.request_id
             assert first.deadline_s == 600.0
