@@ -40,6 +40,8 @@ class Entry:
 
     link: LinkId
     tokens: int
+    passed: bool = False
+    """The request passed one that waits for this worker."""
 
 
 class Ledger:
@@ -50,13 +52,16 @@ class Ledger:
         self._note = note
         self._entries: dict[RequestId, Entry] = {}
         self._charged: dict[LinkId, int] = {}
+        self._passed: dict[LinkId, int] = {}
 
-    def take(self, request_id: RequestId, link: LinkId, tokens: int) -> None:
+    def take(self, request_id: RequestId, link: LinkId, tokens: int, *, passed: bool = False) -> None:
         """Charge a worker for a request. Raises `InternalBug` if the request already has an entry."""
         if request_id in self._entries:
             raise InternalBug(f"request {request_id} already has a ledger entry: {self._entries[request_id]}")
-        self._entries[request_id] = Entry(link, tokens)
+        self._entries[request_id] = Entry(link, tokens, passed)
         self._charged[link] = self._charged.get(link, 0) + tokens
+        if passed:
+            self._passed[link] = self.passed(link) + tokens
         self._note(link)
 
     def give_back(self, request_id: RequestId) -> None:
@@ -67,6 +72,10 @@ class Ledger:
         self._charged[entry.link] -= entry.tokens
         if self._charged[entry.link] == 0:
             del self._charged[entry.link]
+        if entry.passed:
+            self._passed[entry.link] -= entry.tokens
+            if self._passed[entry.link] == 0:
+                del self._passed[entry.link]
         self._note(entry.link)
 
     def has(self, request_id: RequestId) -> bool:
@@ -82,6 +91,10 @@ class Ledger:
         """Return the KV tokens promised on that worker."""
         return self._charged.get(link, 0)
 
+    def passed(self, link: LinkId) -> int:
+        """Return the KV tokens on that worker that are promised to requests which passed one that waited for it."""
+        return self._passed.get(link, 0)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -92,3 +105,5 @@ class Ledger:
             assert entry.tokens > 0
             sums[entry.link] = sums.get(entry.link, 0) + entry.tokens
         assert sums == self._charged
+        for link in sums.keys() | self._passed.keys():
+            assert self.passed(link) == sum(one.tokens for one in self._entries.values() if one.link == link and one.passed)

@@ -169,6 +169,8 @@ class LiveRequest:
     """True while all linked workers computed alike each time a part of this request was placed."""
     keeps: LinkId | None = None
     """The decode worker whose next room this waiting request has claimed. None: it has claimed none."""
+    passed_by: int = 0
+    """The number of later requests that ran on workers which this request had claimed."""
     unplaceable_since_s: float | None = None
     """The time since which no linked worker could serve this queued request. None: some worker can."""
     prefill: RemoteWork | None = None
