@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         setup_logging(args.log_level, file=args.log_file)
         config = load(RouterProcessConfig, args.config, args.set)
         model = ServedModel.load(config.engine, config.router.chat_template)
+        gc.freeze()  # else the garbage collector holds the loop for 40 ms whenever it walks over all that is loaded
         uvloop.run(_run(config, model, exit_with_parent=args.exit_with_parent))
     except ConfigError as exc:
         print(f"error: {exc.message}", file=sys.stderr)

@@ -63,9 +63,10 @@ def _gpt2_table() -> dict[str, int]:
     return table | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_GPT2: Final = _gpt2_table()
+BYTES: Final = _gpt2_table()
+"""The byte that each character of GPT-2's table stands for."""
 _OUTSIDE: Final = "\uffff"  # stands for characters of Latin-1 that the table lacks, which would otherwise pass for bytes
-_TO_LATIN1: Final = {ord(char): chr(byte) for char, byte in _GPT2.items()}
+_TO_LATIN1: Final = {ord(char): chr(byte) for char, byte in BYTES.items()}
 _TO_LATIN1.update({byte: _OUTSIDE for byte in range(256) if byte not in _TO_LATIN1})
 
 

@@ -11,6 +11,7 @@ import tokenizers
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.token_bytes import Decoder, read_decoder
+from pdserve.text.token_length import TokenBound
 from pdserve.text.utf8 import Utf8Stream
 
 
@@ -29,6 +30,7 @@ class Tokenizer:
         }
         self._bytes = _token_bytes(backend, decoder, self._special)
         self._strip_leading_space = decoder.strip_leading_space
+        self._bound = TokenBound(backend)
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -79,6 +81,10 @@ class Tokenizer:
             raise InvalidRequest(f"is not valid Unicode: lone surrogate at character {exc.start}", field="prompt") from exc
         # Only batches release the GIL, hence a batch of one text. This kind of batch skips offsets, which halves the time.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without encoding it. 0: nothing is known."""
+        return self._bound.least_tokens(text)
 
     def decode(self, ids: Sequence[int], *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
         """Return the text of token ids that follow those of `after`. Special tokens add nothing or, without

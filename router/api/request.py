@@ -103,6 +103,8 @@ class TokenizeInput:
     """A text prompt is encoded with the model's special tokens."""
     with_spellings: bool = False
     """The answer has each token as the vocabulary spells it."""
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, as in `GenerateInput`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class DetokenizeInput:
     skip_special_tokens: bool = False
     field: str = "tokens"
     """The name of the ids in the client's API, for errors."""
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, as in `GenerateInput`."""
 
 
 @dataclass(frozen=True, slots=True)

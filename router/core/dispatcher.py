@@ -2,9 +2,12 @@
 handoff.
 
 Waiting requests are placed in the order of their turns. One without room claims one worker, that with the most free KV of those
-that could serve it: from then on only this request and earlier ones get room there. It goes elsewhere if room comes there
-first. So it waits at most until that worker has finished what it has, and it holds up nobody who can be served elsewhere. Only
-the first request of a kind claims, so few workers are claimed however many wait.
+that could serve it: from then on this request and earlier ones get room there. It goes elsewhere if room comes there
+first. Only the first request of a kind claims, so few workers are claimed however many wait.
+
+Later requests may *pass* it there, in KV that it does not need: all of them together leave it enough once the others have
+ended, and none passes any more as soon as it would have had room without them. So it waits at most until that worker has
+finished what it has, and holds up nobody who can be served beside it or elsewhere.
 
 A request that no linked worker could serve is parked. It waits `recovery_wait_s` for a worker to come back, because some worker
 could serve it when it was admitted.
@@ -122,8 +125,7 @@ class Dispatcher:
             turn = waiting.turn_of(request)
             if worker.kept_for != turn:
                 later = later or worker.kept_for < turn
-                worker.kept_for = turn
-                worker.touch()
+                self._requests.keep(request, turn, worker, self._placer.need_tokens(request))
         return later
 
     def _charge(self, request: LiveRequest, now_s: float) -> None:
@@ -167,7 +169,7 @@ class Dispatcher:
                 self._requests.let_go(other)  # it is not the first of its kind any more
         worker = self._placer.to_keep(request, now_s=now_s)
         if worker is not None:
-            self._requests.keep(request, turn, worker)
+            self._requests.keep(request, turn, worker, self._placer.need_tokens(request))
             self._claims[request.request_id] = request
 
     def _find_nobody(self, request: LiveRequest, error: Unavailable, now_s: float) -> Effects:
@@ -224,7 +226,10 @@ class Dispatcher:
 
     def _send_bind(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:
         shared = self._placer.cached_tokens if request.placement_reason == Reason.SIBLING.value else 0  # charged to its leader
-        self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request) - shared)
+        passed = worker.kept_for is not None
+        self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request) - shared, passed=passed)
+        if passed:
+            self._note_pass(worker)
         work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
@@ -232,6 +237,13 @@ class Dispatcher:
             worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
         remaining_s = max(0.0, request.deadline_s - now_s)
         yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
+
+    def _note_pass(self, worker: Worker) -> None:
+        """Count a request that gets room on a claimed worker before the one that has claimed it."""
+        for request in self._claims.values():
+            if request.keeps == worker.link and worker.kept_for is not None:
+                request.passed_by += 1
+                self._requests.keep(request, worker.kept_for, worker, self._placer.need_tokens(request))
 
     def prefill(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
         """Start the prefill of a request whose decode worker has reserved. False: no prefill worker can compute it now."""

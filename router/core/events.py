@@ -51,6 +51,8 @@ class Submit:
     """The request with the same prompt whose KV this one shares. Empty: there is none."""
     client: tuple[str, ...] = ()
     """The names of the client, its connection and its call, between which turns are fair. Empty: the client is not known."""
+    open_ended: bool = False
+    """The client named no `max_tokens`, so that of `spec` says nothing about the length of the output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,25 +14,8 @@ from pdserve.core.errors import InternalBug
 from pdserve.core.ids import RequestId
 from router.core.events import LinkId
 
-PRIOR_OUTPUT_TOKENS: Final = 128.0
-"""The mean before any request has finished: a guess. A wrong one costs a NoRoom or a short wait."""
 MEAN_WEIGHT: Final = 0.02
-"""The weight of the newest output in the running mean. The mean forgets half of the past in 34 requests."""
-
-
-class OutputMean:
-    """A running mean of the output tokens of finished requests."""
-
-    def __init__(self) -> None:
-        self._mean = PRIOR_OUTPUT_TOKENS
-
-    def saw(self, output_tokens: int) -> None:
-        """Count the output of a finished request."""
-        self._mean += MEAN_WEIGHT * (output_tokens - self._mean)
-
-    def expect(self, max_tokens: int) -> int:
-        """Return how many tokens a request of at most `max_tokens` will probably put out, at least 1."""
-        return max(1, min(max_tokens, round(self._mean)))
+"""The weight of the newest stay in the running mean. The mean forgets half of the past in 34 requests."""
 
 
 class StayMean:
@@ -57,6 +40,8 @@ class Entry:
 
     link: LinkId
     tokens: int
+    passed: bool = False
+    """The request passed one that waits for this worker."""
 
 
 class Ledger:
@@ -67,13 +52,16 @@ class Ledger:
         self._note = note
         self._entries: dict[RequestId, Entry] = {}
         self._charged: dict[LinkId, int] = {}
+        self._passed: dict[LinkId, int] = {}
 
-    def take(self, request_id: RequestId, link: LinkId, tokens: int) -> None:
+    def take(self, request_id: RequestId, link: LinkId, tokens: int, *, passed: bool = False) -> None:
         """Charge a worker for a request. Raises `InternalBug` if the request already has an entry."""
         if request_id in self._entries:
             raise InternalBug(f"request {request_id} already has a ledger entry: {self._entries[request_id]}")
-        self._entries[request_id] = Entry(link, tokens)
+        self._entries[request_id] = Entry(link, tokens, passed)
         self._charged[link] = self._charged.get(link, 0) + tokens
+        if passed:
+            self._passed[link] = self.passed(link) + tokens
         self._note(link)
 
     def give_back(self, request_id: RequestId) -> None:
@@ -84,6 +72,10 @@ class Ledger:
         self._charged[entry.link] -= entry.tokens
         if self._charged[entry.link] == 0:
             del self._charged[entry.link]
+        if entry.passed:
+            self._passed[entry.link] -= entry.tokens
+            if self._passed[entry.link] == 0:
+                del self._passed[entry.link]
         self._note(entry.link)
 
     def has(self, request_id: RequestId) -> bool:
@@ -99,6 +91,10 @@ class Ledger:
         """Return the KV tokens promised on that worker."""
         return self._charged.get(link, 0)
 
+    def passed(self, link: LinkId) -> int:
+        """Return the KV tokens on that worker that are promised to requests which passed one that waited for it."""
+        return self._passed.get(link, 0)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -109,3 +105,5 @@ class Ledger:
             assert entry.tokens > 0
             sums[entry.link] = sums.get(entry.link, 0) + entry.tokens
         assert sums == self._charged
+        for link in sums.keys() | self._passed.keys():
+            assert self.passed(link) == sum(one.tokens for one in self._entries.values() if one.link == link and one.passed)

@@ -119,6 +119,8 @@ class LiveRequest:
     """The request with the same prompt whose KV this one shares, also after it has ended. Empty: there is none."""
     client: tuple[str, ...] = ()
     """The names of the client, its connection and its call. Empty: the client is not known."""
+    open_ended: bool = False
+    """The client named no `max_tokens`."""
     charged_tokens: int | None = None
     """The tokens that the client has been charged for this request. None: it has not been charged yet."""
     charged_to: tuple[Line, Path] | None = None
@@ -167,6 +169,8 @@ class LiveRequest:
     """True while all linked workers computed alike each time a part of this request was placed."""
     keeps: LinkId | None = None
     """The decode worker whose next room this waiting request has claimed. None: it has claimed none."""
+    passed_by: int = 0
+    """The number of later requests that ran on workers which this request had claimed."""
     unplaceable_since_s: float | None = None
     """The time since which no linked worker could serve this queued request. None: some worker can."""
     prefill: RemoteWork | None = None
@@ -200,6 +204,7 @@ class LiveRequest:
             prefix_keys=submit.prefix_keys,
             leader=submit.leader,
             client=submit.client,
+            open_ended=submit.open_ended,
         )
 
     def start_over(self) -> None:

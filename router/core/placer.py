@@ -19,10 +19,10 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
+from router.core.forecast.outputs import ExpectedOutputs
 from router.core.forecast.prediction import Outlook
 from router.core.forecast.scout import Scout
 from router.core.health.health import Health
-from router.core.ledger import OutputMean
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
 from router.core.policy.candidate import Candidate, RequestView
@@ -65,7 +65,7 @@ class Placer:
         config: RouterConfig,
         registry: Registry,
         pools: Pools,
-        outputs: OutputMean,
+        outputs: ExpectedOutputs,
         pairs: Pairs,
         index: PrefixIndex,
         health: Health,
@@ -172,7 +172,7 @@ class Placer:
 
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
-        tokens = request.work_len + self._outputs.expect(request.remaining_tokens)
+        tokens = request.work_len + self._outputs.expect(request)
         held = self._registry.held_tokens
         return min(tokens, held) if held else tokens
 

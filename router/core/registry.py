@@ -68,6 +68,8 @@ class Worker:
     kept_for: Turn | None = None
     """The turn of the waiting request that gets the next room on this worker, unless an earlier one does. None: nobody has
     claimed it."""
+    kept_tokens: int | None = None
+    """The KV that this request needs: what fits beside it may pass it. None: nothing passes it."""
     alone_for: RequestId | None = None
     """The request that gets this decode worker for itself. It is suspected of ending its workers. None: there is none."""
     readiness: Readiness = field(default_factory=Readiness)

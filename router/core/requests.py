@@ -16,7 +16,8 @@ from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.deadlines import Deadlines
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.ledger import Ledger, OutputMean, StayMean
+from router.core.forecast.outputs import ExpectedOutputs
+from router.core.ledger import Ledger, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.machines.request_machine import RequestEvent, RequestState
 from router.core.machines.work_machine import WorkMachine, WorkState
@@ -35,6 +36,9 @@ _T = TypeVar("_T")
 
 _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 """States in which the decode worker may not have reserved yet: the first bind of an attempt, and rebinds."""
+MAX_PASSES: Final = 256
+"""So many requests pass one that waits. A claim begins anew when its worker refuses, so this is what bounds them: a large
+request that waits a minute is passed by four light ones a second."""
 
 
 class Requests:
@@ -48,7 +52,7 @@ class Requests:
         self.waiting = waiting
         self._limits = limits
         self.ledger = Ledger(self._charge_changed)
-        self.outputs = OutputMean()
+        self.outputs = ExpectedOutputs()
         self.sessions = Sessions(registry)
         self.stays = StayMean()
         self.stories = Stories()
@@ -128,16 +132,17 @@ class Requests:
         self._limits.remove(request)
         self.let_go(request)
 
-    def keep(self, request: LiveRequest, turn: Turn, worker: Worker) -> None:
-        """Claim the next room on a decode worker for a waiting request."""
+    def keep(self, request: LiveRequest, turn: Turn, worker: Worker, need_tokens: int) -> None:
+        """Claim the next room on a decode worker for a waiting request, which needs so much KV."""
         request.keeps, worker.kept_for = worker.link, turn
+        worker.kept_tokens = need_tokens if request.passed_by < MAX_PASSES else None
         worker.touch()
 
     def let_go(self, request: LiveRequest) -> None:
         """End the claim of a request on a worker, if it has one."""
         worker = None if request.keeps is None else self.registry.get(request.keeps)
         if worker is not None:
-            worker.kept_for = None
+            worker.kept_for = worker.kept_tokens = None
             worker.touch()
         request.keeps = None
 

@@ -122,7 +122,7 @@ class Tokens:
         if last is _E.STOPPED and request.decode is not None:
             self._requests.drop(request.decode)  # the worker ended this work with its last token
         if request.probe is None:
-            self._requests.outputs.saw(request.output.next_index)
+            self._requests.outputs.saw(request, request.output.next_index)
             if (bound_s := request.times.attempt.bind_sent_s) is not None:
                 self._requests.stays.saw(now_s - bound_s)
         yield from self._requests.end(request, last, now_s, None)

@@ -211,7 +211,7 @@ class WaitingRequests:
 
     def settle(self, request: LiveRequest, tokens: int) -> None:
         """Charge the flows of a request that ends for what it took more than it was charged. It may not wait. Without this, a
-        client of long outputs would pay for the mean output of all clients."""
+        client whose outputs become longer would pay for what was expected of them."""
         charged = request.charged_tokens
         if charged is not None and request.charged_to is not None and tokens > charged:
             line, path = request.charged_to

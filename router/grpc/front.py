@@ -47,7 +47,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Run one request and stream its tokens. gRPC cancels this task when the client leaves; closing the generation then
         cancels the request at once."""
         try:
-            call = (await self._asked(request, context.time_remaining())).of_client(self._client(context))
+            client = self._client(context)
+            call = (await self._asked(request, client, context.time_remaining())).of_client(client)
             if not call.choices.plain:
                 await self._several(call, context)
                 return
@@ -88,22 +89,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest | LargeMessage, context: Any) -> None:
         """Run several requests in one call."""
         longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
-        remaining_s = context.time_remaining()
+        remaining_s, client = context.time_remaining(), self._client(context)
         try:
             if isinstance(request, LargeMessage):
                 job = Job(Kind.GENERATE_BATCH, request.data, longest, call_remaining_s=remaining_s, max_deadline_s=deadline_s)
-                batch = await self._parse(job)
+                batch = await self._parse(job, client)
                 assert isinstance(batch, Batch)
             else:
                 batch = generate_batch(
                     request, call_remaining_s=remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
                 )
-            await run_batch(self._router, batch.of_client(self._client(context)), context)
+            await run_batch(self._router, batch.of_client(client), context)
         except PdserveError as exc:
             await status.abort(context, exc)
 
     async def _asked(
-        self, request: inference_pb2.GenerateRequest | LargeMessage, call_remaining_s: float | None
+        self, request: inference_pb2.GenerateRequest | LargeMessage, client: tuple[str, ...], call_remaining_s: float | None
     ) -> GenerateCall:
         longest, deadline_s = self._router.max_prompt_tokens, self._router.max_deadline_s
         if not isinstance(request, LargeMessage):
@@ -111,7 +112,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
             )
         job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
-        parsed = await self._parse(job)
+        parsed = await self._parse(job, client)
         assert isinstance(parsed, GenerateCall)
         return parsed
 
@@ -123,10 +124,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             shown = next((value for name, value in context.invocation_metadata() or () if name == clients.header), None)
         return clients.of_peer(context.peer(), shown if isinstance(shown, str) else None)
 
-    async def _parse(self, job: Job) -> Parsed:
+    async def _parse(self, job: Job, client: tuple[str, ...]) -> Parsed:
         with self._budget.share() as share:
             share.grow(len(job.data))
-            return await self._parser.parse(job)
+            return await self._parser.parse(dataclasses.replace(job, client=client))
 
     def _initial_metadata(self, request_id: RequestId, correlation_id: str) -> tuple[tuple[str, str], ...]:
         own = (
@@ -167,14 +168,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest | LargeMessage, context: Any
     ) -> inference_pb2.TokenizeResponse:
-        longest = self._router.max_prompt_tokens
+        longest, client = self._router.max_prompt_tokens, self._client(context)
         try:
             if isinstance(request, LargeMessage):
-                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest))
+                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest), client)
                 assert isinstance(parsed, TokenizeInput)
             else:
                 parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
-            ids = await self._router.tokenize(parsed)
+            ids = await self._router.tokenize(dataclasses.replace(parsed, client=client))
         except PdserveError as exc:
             await status.abort(context, exc)
             raise
@@ -183,14 +184,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest | LargeMessage, context: Any
     ) -> inference_pb2.DetokenizeResponse:
-        longest = self._router.max_prompt_tokens
+        longest, client = self._router.max_prompt_tokens, self._client(context)
         try:
             if isinstance(request, LargeMessage):
-                parsed = await self._parse(Job(Kind.DETOKENIZE, request.data, longest))
+                parsed = await self._parse(Job(Kind.DETOKENIZE, request.data, longest), client)
                 assert isinstance(parsed, DetokenizeInput)
             else:
                 parsed = detokenize_input(request, longest)
-            text = await self._router.detokenize(parsed)
+            text = await self._router.detokenize(dataclasses.replace(parsed, client=client))
         except PdserveError as exc:
             await status.abort(context, exc)
             raise

@@ -148,15 +148,17 @@ class _Generate:
     async def _serve(self, scope: Scope, receive: Receive, exchange: Exchange, reply: Reply) -> None:
         header_id = header(scope, CORRELATION_ID_METADATA)
         reply.correlate(header_id)
+        client = client_of(scope, self._api.clients)
         try:
             with self._budget.share() as share:
                 body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
                 named = ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
-                reading = self._parser.parse(Job(self._kind, body, self._api.max_prompt_tokens, header_id, named))
+                job = Job(self._kind, body, self._api.max_prompt_tokens, header_id, named, client=client)
+                reading = self._parser.parse(job)
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
                 assert isinstance(call, Call | ResponsesCall)
-            call = call.of_client(client_of(scope, self._api.clients))
+            call = call.of_client(client)
             reply.name(call.request_id, call.correlation_id)
             if call.ignored.count:
                 self._api.ignored_fields(self._kind.value, call.ignored.count)

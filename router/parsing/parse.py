@@ -47,6 +47,8 @@ class Job:
     call_remaining_s: float | None = None
     """Seconds that are left of the call's own deadline. Only gRPC requests have it."""
     max_deadline_s: float = 0.0
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, by which large requests take turns."""
 
 
 Message = TypeVar(

@@ -27,7 +27,7 @@ from router.openai.responses.request import ResponsesCall
 from router.parsing.child import LENGTH
 from router.parsing.generate import Batch, GenerateCall, Refused
 from router.parsing.parse import Job, Parsed, parse
-from router.service.serial_thread import SerialThread
+from router.service.loop_time.serial_thread import SerialThread
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ INLINE_BYTES: Final = 32 << 10
 and a child would cost them more than that."""
 PARSE_TIMEOUT_S: Final = 20.0  # for one request; 8 MiB take 0.5 s of a core, and the child starts in 0.5 s
 WAIT_TIMEOUT_S: Final = 60.0  # for the requests before it and the request itself
+MAX_WAITING: Final = 4096  # the front ends hold the bytes of those that wait, and bound them before
 STOP_TIMEOUT_S: Final = 1.0
 COMMAND: Final = (sys.executable, "-m", "router.parsing.child")
 
@@ -46,7 +47,7 @@ class RequestParser:
     def __init__(self, max_body_bytes: int, command: Sequence[str] = COMMAND) -> None:
         """The front ends hold the bytes of requests that wait, and bound how many there may be."""
         self._command = [*command, str(max_body_bytes)]
-        self._turns = SerialThread("parse")
+        self._thread = SerialThread("parse", MAX_WAITING)
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -68,13 +69,13 @@ class RequestParser:
     async def _in_child(self, job: Job) -> tuple[str, Any]:
         try:
             async with asyncio.timeout(WAIT_TIMEOUT_S):
-                return await self._turns.run(lambda: self._exchange(job))
+                return await self._thread.run(lambda: self._exchange(job), job.client, len(job.data))
         except TimeoutError:
             raise Overloaded(f"the request was not read within {WAIT_TIMEOUT_S:g} s", retry_after_s=1.0) from None
 
     def close(self) -> None:
         """Stop the thread and the child. Bounded. A caller that waits for the child gets an error."""
-        self._turns.close()
+        self._thread.close()
         self._drop()
 
     # In the thread -----------------------------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ class Admission:
     ) -> Submit:
         """Do what takes time: the prompt waits for the threads that tokenise, and a constraint for its check."""
         if leader is None:
-            prompt_ids = await self._encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            prompt_ids = await self._encoder.encode(
+                request.prompt, request.client, add_special_tokens=request.add_special_tokens, must_fit=True
+            )
         else:
             prompt_ids = leader.spec.prompt_ids
         prompt_field = "messages" if is_chat(request.prompt) else "prompt"
@@ -117,6 +119,7 @@ class Admission:
             prefix_keys=await self._prefix_keys(spec, leader),
             leader=RequestId("") if leader is None else leader.request_id,
             client=request.client,
+            open_ended="max_tokens" not in request.sampling,
         )
 
     async def _prefix_keys(self, spec: RequestSpec, leader: Submit | None) -> tuple[int, ...]:

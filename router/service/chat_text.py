@@ -22,6 +22,11 @@ def chat_chars(chat: ChatPrompt) -> int:
     return messages + sum(len(tool.parameters) + len(tool.description) for tool in chat.tools) + len(chat.variables)
 
 
+def chat_parts(chat: ChatPrompt) -> int:
+    """Return the number of messages, calls and tools. Each takes time to render, even if it is empty."""
+    return len(chat.messages) + sum(len(m.calls) for m in chat.messages) + len(chat.tools)
+
+
 def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
     """Render a chat. Raises `InvalidRequest` naming the field."""
     messages = [_message(message) for message in chat.messages]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
-from pdserve.core.errors import ContextOverflow, InvalidRequest, Overloaded
+from pdserve.core.errors import ContextOverflow, InvalidRequest
 from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
-from router.service.chat_text import chat_chars, chat_text
+from router.core.queue.flows import Path
+from router.service.chat_text import chat_chars, chat_parts, chat_text
 from router.service.limits import LengthLimit
+from router.service.loop_time.serial_thread import SerialThread
 from router.service.model import ServedModel
-from router.service.serial_thread import SerialThread
-
-T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096
 """Prompts up to this length are encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's
 tokens."""
+PART_CHARS: Final = 32
+"""To render a message, a call or a tool takes about as long as to encode so many characters: 7 to 20 us, even an empty one."""
 INLINE_IDS: Final = 4096
 """So many ids are decoded on the loop: about 1 ms."""
 MAX_CHARS_PER_TOKEN: Final = 256
 """A text longer than this times max_model_len is refused unread. No vocabulary has longer words worth the time."""
-MAX_ENCODING: Final = 64
-"""At most this many long prompts wait for the thread or are in it."""
+MAX_WAITING: Final = 64
+"""At most this many long prompts wait for the thread: 64 of a megabyte take 20 s."""
 
 
 class PromptEncoder:
@@ -31,22 +31,24 @@ class PromptEncoder:
     def __init__(self, model: ServedModel, limit: LengthLimit) -> None:
         self._model = model
         self._limit = limit
-        self._turns = SerialThread("tokenize")
-        self._encoding = 0
+        self._thread = SerialThread("tokenize", MAX_WAITING)
 
     def close(self) -> None:
         """Stop the thread without waiting. Callers of `encode` that still wait for it get `Unavailable`."""
-        self._turns.close()
+        self._thread.close()
 
-    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of a prompt: at least one, each in range. The caller checks the length of encoded text. Raises
-        `InvalidRequest` naming `prompt` or `messages`, and `Overloaded` when too many long prompts wait."""
+    async def encode(
+        self, prompt: Prompt, client: Path = (), *, add_special_tokens: bool = True, must_fit: bool = False
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt: at least one, each in range. The caller checks the length of encoded text. With
+        `must_fit`, a text that cannot fit is refused before it is encoded. Raises `InvalidRequest` naming `prompt` or
+        `messages`, and `Overloaded` when too many long prompts of this client wait."""
         if isinstance(prompt, str):
-            return await self._text(prompt, "prompt", special_tokens=add_special_tokens)
+            return await self._text(prompt, "prompt", client, special_tokens=add_special_tokens, must_fit=must_fit)
         if isinstance(prompt, ChatPrompt):
-            return await self._chat(prompt)
+            return await self._chat(prompt, client, must_fit=must_fit)
         if prompt and isinstance(prompt[0], ChatMessage):
-            return await self._chat(ChatPrompt(prompt))
+            return await self._chat(ChatPrompt(prompt), client, must_fit=must_fit)
         self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
         return self._ids(cast(tuple[int, ...], prompt))
 
@@ -62,7 +64,9 @@ class PromptEncoder:
         decode = self._model.tokenizer.decode
         if len(ids) <= INLINE_IDS:
             return decode(ids, skip_special_tokens=asked.skip_special_tokens)
-        return await self._in_thread(lambda: decode(ids, skip_special_tokens=asked.skip_special_tokens))
+        return await self._thread.run(
+            lambda: decode(ids, skip_special_tokens=asked.skip_special_tokens), asked.client, len(ids)
+        )
 
     def _check_count(self, count: int) -> None:
         limit = self._limit.max_model_len
@@ -79,41 +83,41 @@ class PromptEncoder:
             raise InvalidRequest(f"token id {wrong} is not in [0, {vocab_size - 1}]", field="prompt")
         return ids
 
-    async def _chat(self, chat: ChatPrompt) -> tuple[int, ...]:
+    async def _chat(self, chat: ChatPrompt, client: Path, *, must_fit: bool) -> tuple[int, ...]:
         template = self._model.tokenizer.chat_template
         if template is None:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a text prompt", field="messages")
         chars = chat_chars(chat)
         self._check_chars(chars, "messages")
-        if chars <= INLINE_CHARS:
+        size = chars + PART_CHARS * chat_parts(chat)
+        if size <= INLINE_CHARS:
             text = chat_text(template, chat)
         else:
-            text = await self._in_thread(lambda: chat_text(template, chat))
-        return await self._text(text, "messages", special_tokens=False)
+            text = await self._thread.run(lambda: chat_text(template, chat), client, size)
+        return await self._text(text, "messages", client, special_tokens=False, must_fit=must_fit)
 
-    async def _text(self, text: str, field: str, *, special_tokens: bool) -> tuple[int, ...]:
+    async def _text(self, text: str, field: str, client: Path, *, special_tokens: bool, must_fit: bool) -> tuple[int, ...]:
         if not text:
             raise InvalidRequest("is empty", field=field)
         self._check_chars(len(text), field)
+        if must_fit:
+            self._check_least(text, field)
         encode = self._model.tokenizer.encode
         if len(text) <= INLINE_CHARS:
             ids = encode(text, add_special_tokens=special_tokens)
         else:
-            ids = await self._in_thread(lambda: encode(text, add_special_tokens=special_tokens))
+            ids = await self._thread.run(lambda: encode(text, add_special_tokens=special_tokens), client, len(text))
         if not ids:
             raise InvalidRequest("has no tokens", field=field)
         return tuple(ids)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._encoding >= MAX_ENCODING:
-            raise Overloaded(f"{MAX_ENCODING} long prompts are being tokenised", retry_after_s=1.0)
-        self._encoding += 1
-        try:
-            return await self._turns.run(work)
-        finally:
-            self._encoding -= 1
 
     def _check_chars(self, count: int, field: str) -> None:
         limit = self._limit.max_model_len
         if count > limit * MAX_CHARS_PER_TOKEN:
             raise ContextOverflow.of_prompt(f"more than {limit} tokens, since it has {count} characters", limit, field=field)
+
+    def _check_least(self, text: str, field: str) -> None:
+        limit = self._limit.max_model_len
+        least = self._model.tokenizer.least_tokens(text) if len(text) >= limit else 0
+        if least >= limit:
+            raise ContextOverflow.of_prompt(f"at least {least} tokens", limit, field=field)

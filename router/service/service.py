@@ -41,6 +41,7 @@ from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
 from router.service.link_fields import check_workers, unsendable
+from router.service.loop_time.loop_budget import LoopBudget
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
@@ -109,6 +110,7 @@ class RouterService:
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
+        self._loop_budget = LoopBudget()
         self._chats = Chats(model.tokenizer, config)
         self._grammars = Grammars(model)
         self._admission = Admission(
@@ -175,6 +177,7 @@ class RouterService:
     async def submit(self, request: GenerateInput) -> Generation:
         """Implements `RouterApi.submit`. A refused request is counted in the metrics."""
         arrived_s = self._clock()
+        await self._loop_budget.admit()
         try:
             prepared = self._chats.prepare(request)
             with tools_named(prepared):
@@ -234,7 +237,7 @@ class RouterService:
     async def tokenize(self, asked: TokenizeInput) -> tuple[int, ...]:
         """Implements `RouterApi.tokenize`."""
         self._admission.check_model(asked.model)
-        return await self._encoder.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        return await self._encoder.encode(asked.prompt, asked.client, add_special_tokens=asked.add_special_tokens)
 
     async def detokenize(self, asked: DetokenizeInput) -> str:
         """Implements `RouterApi.detokenize`."""

@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.rpc.v1 import inference_pb2
+from pdserve.text.tokenizer import Tokenizer
 from router.api.request import ChatMessage, GenerateInput, TokenizeInput
 
 from .local_cluster import generate_request, local_cluster, right_ids
@@ -165,7 +166,9 @@ def test_defaults_fill_the_context_and_draw_a_seed() -> None:
             admit = cluster.service._admission.admit
             first = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
             second = await admit(GenerateInput(prompt=(1, 2)), arrived_s=0.0)
-            assert first.spec.sampling.max_tokens == 254
+            assert (first.spec.sampling.max_tokens, first.open_ended) == (254, True)
+            named = await admit(GenerateInput(prompt=(1, 2), sampling={"max_tokens": 254}), arrived_s=0.0)
+            assert not named.open_ended
             assert first.spec.sampling.seed != second.spec.sampling.seed
             assert first.request_id != second.request_id
             assert first.deadline_s == 600.0
@@ -184,7 +187,27 @@ def test_long_prompts_are_tokenised_beside_the_loop() -> None:
             )
             refused = [r for r in results if isinstance(r, PdserveError)]
             assert {r.code.value for r in refused} == {"overloaded"}
-            assert cluster.service._encoder._encoding == 0
+            assert len(cluster.service._encoder._thread._turns) == 0
+
+    run(story())
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 prompts of 2 MB were tokenised for 21 s, and refused for their lengths after that. Whoever asks for the ids alone
+    still gets them."""
+
+    async def story() -> None:
+        async with local_cluster() as cluster:
+            service = cluster.service
+            text = "ab " * 5 * service.max_model_len
+            assert len(await service.tokenize(TokenizeInput(None, text))) > service.max_model_len
+            monkeypatch.setattr(Tokenizer, "encode", lambda *args, **more: pytest.fail("it was tokenised"))
+            for prompt, field in ((text, "prompt"), ((ChatMessage("user", text),), "messages")):
+                with pytest.raises(
+                    InvalidRequest, match=rf"^{field}: .* resulted in at least \d+ tokens\..* 255 tokens"
+                ) as refused:
+                    await service.submit(GenerateInput(prompt=prompt))
+                assert refused.value.field == field
 
     run(story())
 

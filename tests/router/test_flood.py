@@ -71,7 +71,7 @@ def posts(address: str, bodies: list[bytes]) -> Iterator[list[socket.socket]]:
         sockets = []
         for body in bodies:
             one = stack.enter_context(socket.create_connection((host, int(port)), BOUND_S))
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
             with contextlib.suppress(ConnectionError):  # it may have been refused by now
                 one.sendall(head + body[:-1])
             sockets.append(one)

@@ -23,7 +23,7 @@ BOUND_S = 60.0
 MIB = 1 << 20
 PROMPT = (1, 2, 3)
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty SETTINGS
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def worker(link: str, name: str = "decode-0") -> FakeWorker:
@@ -126,14 +126,17 @@ def test_a_flood_of_connections_locks_no_worker_out(tmp_path: Path) -> None:
             assert footprint(pid).fds < 320
             async with worker(ready["link"]) as linked:
                 await linked.wait_for(lambda: linked.alive_seen > 0)
-                assert (await post(ready))["usage"]["completion_tokens"] == 5
+                while "error" in (answer := await post(ready)):  # connections that have only come keep their places for 2 s
+                    assert answer["error"]["code"] == "overloaded"
+                    await asyncio.sleep(0.1)
+                assert answer["usage"]["completion_tokens"] == 5
 
     with router_process(tmp_path, *PORTS, "--set", "router.max_connections=1024", descriptors=320) as process:
         ready = ready_line(process)
         asyncio.run(story(ready, process.pid))
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=BOUND_S)
-        assert "router.max_connections 1024 is lowered to 32" in err
+        assert "router.max_connections 1024 is lowered to 25" in err
 
 
 def test_a_flood_of_the_links_port_or_the_admins_locks_no_client_out(tmp_path: Path) -> None:

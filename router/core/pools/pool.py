@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from pdserve.core.ids import WorkerId
 from pdserve.core.worker import Role
 from router.core.events import LinkId
+from router.core.ledger import Ledger
 from router.core.policy.candidate import Candidate
 from router.core.policy.draws import draw
 from router.core.policy.shortlist import Shortlist
@@ -53,6 +54,7 @@ class State(NamedTuple):
     load: float
     free_tokens: int
     picked: int
+    spare_tokens: int = 0  # so much KV may be given to requests that pass the one for which the worker is kept
 
 
 KEYS: Final = 5
@@ -79,9 +81,9 @@ class Tier:
 class Pool:
     """The workers of one role. `update` takes in what has changed on a worker."""
 
-    def __init__(self, role: Role, charged: Callable[[LinkId], int]) -> None:
+    def __init__(self, role: Role, ledger: Ledger) -> None:
         self._role = role
-        self._charged = charged
+        self._ledger = ledger
         self._workers: dict[LinkId, Worker] = {}
         self._states: dict[LinkId, State] = {}
         self._rows: dict[LinkId, Candidate] = {}
@@ -123,7 +125,7 @@ class Pool:
             if old is not None:
                 self._leave(link, old)
             return
-        new = state_of(worker, self._charged(link), self._counted_rate(worker))
+        new = state_of(worker, self._ledger.charged(link), self._counted_rate(worker), self._ledger.passed(link))
         if old == new:
             return
         tier = self.tiers.get(new.length)
@@ -207,15 +209,20 @@ class Pool:
         row = self._rows.get(link)
         if row is None:
             worker = self._workers[link]
-            row = self._rows[link] = row_of(worker, self._charged(link), self._states[link], self._counted_rate(worker))
+            row = self._rows[link] = row_of(worker, self._ledger.charged(link), self._states[link], self._counted_rate(worker))
         return row
 
     def shortlist(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
         """Return the candidates of a policy, each once. `near` are workers that it asks for by name: those that hold a
-        beginning of the prompt, and the one of the session. Empty: no worker may take the request.
+        beginning of the prompt, and the one of the session. Where there is none else, they are the workers on which it may pass
+        the request that waits for them. Empty: no worker may take the request.
 
         A drawn worker has the same chance as every other one, unless many are not allowed.
         """
+        return self._able(which, ask, near, seed) or [link for link in self.kept if self._lets_pass(link, ask)]
+
+    def _able(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
+        """Return the candidates of a policy among the workers that may take the request in its turn."""
         kept = [link for link in self.kept if self.takes(link, ask)] if self.kept else []
         tiers = [t for have, t in self.tiers.items() if have >= ask.length and t.by_free and t.by_free[-1][0] >= ask.kv_tokens]
         if not tiers:
@@ -255,6 +262,12 @@ class Pool:
             and state.free_tokens >= ask.kv_tokens
             and ask.allowed(self._workers[link])
         )
+
+    def _lets_pass(self, link: LinkId, ask: Ask) -> bool:
+        """Tell whether a worker that is kept for an earlier request has KV that this one does not need."""
+        state = self._states[link]
+        fits = state.length >= ask.length and min(state.spare_tokens, state.free_tokens) >= ask.kv_tokens
+        return fits and ask.allowed(self._workers[link])
 
     def _roomy(self, tier: Tier, ask: Ask, at_most: int = EMPTY) -> list[LinkId]:
         """Return workers that may take the request, the emptiest ones first."""
@@ -308,7 +321,7 @@ class Pool:
         """Assert that all that is kept equals what is computed anew from the workers."""
         prefills = self._role is Role.PREFILL
         self._rates.check_invariants({link: w.load.prompt_tokens_per_s for link, w in workers.items() if prefills})
-        fresh = Pool(self._role, self._charged)
+        fresh = Pool(self._role, self._ledger)
         fresh._rates = self._rates
         for link, worker in workers.items():
             fresh.update(link, worker)
@@ -319,11 +332,12 @@ class Pool:
             assert vars(tier) == vars(fresh.tiers[length])
         for link, row in self._rows.items():
             worker = workers[link]
-            assert row == row_of(worker, self._charged(link), self._states[link], self._counted_rate(worker))
+            assert row == row_of(worker, self._ledger.charged(link), self._states[link], self._counted_rate(worker))
 
 
-def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float) -> State:
-    """Return the place of a worker in its pool. `tokens_per_s` is the rate that its own one counts as."""
+def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_tokens: int) -> State:
+    """Return the place of a worker in its pool. `tokens_per_s` is the rate that its own one counts as. `passed_tokens`
+    are promised to requests on it that passed another one."""
     hello = worker.hello
     prefills, placed = hello.role is Role.PREFILL, len(worker.work)
     refused = worker.turned_away or worker.refused_blocks is not None
@@ -350,7 +364,17 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float) -> State
         load,
         hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
         worker.picked,
+        _spare_tokens(worker, promised_tokens, passed_tokens),
     )
+
+
+def _spare_tokens(worker: Worker, promised_tokens: int, passed_tokens: int) -> int:
+    """Return the KV that further requests may take which pass the one that has claimed the worker. They leave it what it needs
+    once the others have ended. There is none if it would have room now without those that passed it."""
+    kv_tokens, need_tokens = worker.hello.kv_tokens, worker.kept_tokens
+    if need_tokens is None or promised_tokens - passed_tokens + need_tokens <= kv_tokens:
+        return 0
+    return max(0, kv_tokens - need_tokens - passed_tokens)
 
 
 def row_of(worker: Worker, promised_tokens: int, state: State, tokens_per_s: float) -> Candidate:

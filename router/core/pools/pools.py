@@ -13,8 +13,8 @@ class Pools:
 
     def __init__(self, registry: Registry, ledger: Ledger) -> None:
         self._registry = registry
-        self.prefill = Pool(Role.PREFILL, ledger.charged)
-        self.decode = Pool(Role.DECODE, ledger.charged)
+        self.prefill = Pool(Role.PREFILL, ledger)
+        self.decode = Pool(Role.DECODE, ledger)
 
     def refresh(self) -> None:
         """Take in all workers that have changed since the last call, and let the mean rates follow."""

@@ -13,7 +13,6 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import LinkId
-from router.core.ledger import OutputMean
 from router.core.policy import goodput, least_loaded, power_of_two, prefix_aware, random, round_robin
 from router.core.policy.candidate import Candidate, RequestView
 from router.core.policy.decider import Reason, decide
@@ -149,12 +148,3 @@ def test_draws_are_even_and_depend_on_all_they_are_made_of(seed: int, pick_numbe
     assert 60 < sum(number < 0.5 for number in numbers) < 140
     assert numbers != [draw(seed, pick_number + 1, link) for link in range(200)]
     assert numbers != [draw(seed + 1, pick_number, link) for link in range(200)]
-
-
-def test_the_output_mean_follows_what_it_sees_and_never_exceeds_max_tokens() -> None:
-    mean = OutputMean()
-    assert mean.expect(10) == 10
-    for _ in range(400):
-        mean.saw(40)
-    assert mean.expect(1000) == 40
-    assert mean.expect(1) == 1

@@ -41,6 +41,21 @@ SILENT_S = 3.0
 
 def may_take(stage: Stage, worker: Worker, ask: Ask) -> bool:
     """The rule of placement, said once more and slowly."""
+    return has_room(stage, worker, ask) and (worker.kept_for is None or ask.turn <= worker.kept_for)
+
+
+def may_pass(stage: Stage, worker: Worker, ask: Ask) -> bool:
+    """The rule by which a request may pass one that has claimed the worker, and would have no room if nobody had passed it."""
+    if worker.kept_for is None or worker.kept_tokens is None:
+        return False
+    entries = [entry for entry in stage.core.ledger._entries.values() if entry.link == worker.link]
+    passed, others = (sum(one.tokens for one in entries if one.passed is which) for which in (True, False))
+    kv_tokens, need_tokens = worker.hello.kv_tokens, worker.kept_tokens
+    leaves_room = passed + ask.kv_tokens + need_tokens <= kv_tokens
+    return has_room(stage, worker, ask) and others + need_tokens > kv_tokens and leaves_room
+
+
+def has_room(stage: Stage, worker: Worker, ask: Ask) -> bool:
     promised = stage.core.ledger.charged(worker.link)
     prefills = worker.hello.role is Role.PREFILL
     return (
@@ -51,7 +66,6 @@ def may_take(stage: Stage, worker: Worker, ask: Ask) -> bool:
         and not worker.stalled
         and worker.last_seen_s >= stage.now_s - SILENT_S
         and not worker.claimed
-        and (worker.kept_for is None or ask.turn <= worker.kept_for)
         and worker.hello.max_model_len >= ask.length
         and (prefills or len(worker.work) < worker.hello.max_num_seqs)
         and (prefills or promised == 0 or promised + ask.kv_tokens <= worker.hello.kv_tokens)
@@ -68,6 +82,7 @@ def check_shortlists(stage: Stage, random: Random) -> None:
         need = random.choice([1, 10, 60]) if role is Role.DECODE else 0
         ask = Ask(random.choice([1, 20, 64]), need, lambda worker: worker.last_seen_s >= since_s, turn)
         able = {w.link for w in stage.core.registry.of_role(role) if may_take(stage, w, ask)}
+        able = able or {w.link for w in stage.core.registry.of_role(role) if may_pass(stage, w, ask)}
         near = random.sample([worker.link for worker in stage.core.registry], k=min(2, len(list(stage.core.registry))))
         for which in LISTS:
             found = pools.of(role).shortlist(which, ask, near, 7)
@@ -201,7 +216,7 @@ def test_a_request_without_room_claims_one_worker_and_holds_up_nobody_elsewhere(
     peers = [stage.join(f"d{n}", Role.DECODE, num_blocks=16, max_num_seqs=4) for n in range(2)]
     for n in range(4):
         stage.submit(f"first{n}", prompt_len=20, max_tokens=4)
-    large = stage.submit("large", prompt_len=50, max_tokens=10)
+    large = stage.submit("large", prompt_len=50, max_tokens=14)  # all of a worker: nothing passes it there
     (kept,) = [w for w in stage.core.registry if w.kept_for is not None]
     other = next(peer for peer in peers if peer.link != kept.link)
     small = [stage.submit(f"small{n}", prompt_len=2, max_tokens=2) for n in range(6)]

@@ -38,7 +38,7 @@ U32 = st.integers(0, (1 << 32) - 1)
 
 
 class Encoder:
-    async def encode(self, prompt: object, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def encode(self, prompt: object, client: object = (), **settings: bool) -> tuple[int, ...]:
         return (1, 2)
 
 

@@ -84,7 +84,7 @@ def test_the_demand_is_told_with_refusals_of_the_service_and_of_the_core(monkeyp
             await cluster.generate((1, 2), 3)
             await cluster.generate((1, 2, 3), 4)
 
-            async def full(prompt: object, **_: bool) -> tuple[int, ...]:
+            async def full(prompt: object, client: object, **_: bool) -> tuple[int, ...]:
                 raise Overloaded("too many long prompts", retry_after_s=1.0)
 
             monkeypatch.setattr(cluster.service._encoder, "encode", full)

@@ -27,9 +27,9 @@ def test_a_prompt_is_tokenised_and_its_constraint_checked_for_the_leader_alone(m
             service, encoded, checked, admitted = cluster.service, list[Any](), list[Any](), list[Submit]()
             encode, admit = service._encoder.encode, service._admission.admit
 
-            async def count(prompt: Any, **special: bool) -> tuple[int, ...]:
+            async def count(prompt: Any, client: tuple[str, ...], **settings: bool) -> tuple[int, ...]:
                 encoded.append(prompt)
-                return await encode(prompt, **special)
+                return await encode(prompt, client, **settings)
 
             async def check(constraint: Constraint) -> None:
                 checked.append(constraint)
