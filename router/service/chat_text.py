@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
+
+import msgspec
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.plain_json import obstacle
 from router.api.request import ChatMessage, ChatPrompt, Tool
 
 _END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
 """It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
 then would have taken the blanks before it as well."""
+_ARGUMENTS: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 def chat_chars(chat: ChatPrompt) -> int:
@@ -23,8 +28,24 @@ def chat_chars(chat: ChatPrompt) -> int:
 
 
 def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
-    """Render a chat. Raises `InvalidRequest` naming the field."""
-    messages = [_message(message) for message in chat.messages]
+    """Render a chat. Raises `InvalidRequest` naming the field.
+
+    Arguments that are no JSON object, since an answer was cut off in them, are shown as the text that they are. A template that
+    cannot show a text there, because it asks for the names of the arguments, gets an object with the text in it.
+    """
+    arguments = [[_arguments(call.arguments) for call in message.calls] for message in chat.messages]
+    try:
+        return _rendered(template, chat, arguments)
+    except InvalidRequest as exc:
+        named = [[{"arguments": one} if isinstance(one, str) else one for one in calls] for calls in arguments]
+        if exc.field != "messages" or named == arguments:
+            raise
+        return _rendered(template, chat, named)
+
+
+def _rendered(template: ChatTemplate, chat: ChatPrompt, arguments: Sequence[Sequence[Any]]) -> str:
+    """Render a chat with the arguments of the calls of each message."""
+    messages = [_message(message, called) for message, called in zip(chat.messages, arguments, strict=True)]
     final = messages[-1]["content"]
     if chat.continue_final_message:
         if final is None:
@@ -39,6 +60,15 @@ def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
     return _cut_after(text, final) if chat.continue_final_message else text
 
 
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the JSON object in the text, or else the text: if it is no object, or one that not every reader of JSON takes."""
+    try:
+        values: dict[str, Any] = _ARGUMENTS.decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if obstacle(values) else values
+
+
 def _cut_after(text: str, content: str) -> str:
     """Return the text up to the end of the last message's content, which the model goes on with. The last end mark in it is
     ours: a client's own would stand before it."""
@@ -49,14 +79,14 @@ def _cut_after(text: str, content: str) -> str:
     return text[:place].rstrip() if trimmed else text[:place]
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def _message(message: ChatMessage, arguments: Sequence[Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         made["reasoning_content"] = message.reasoning
     if message.calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-            for call in message.calls
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": shown}}
+            for call, shown in zip(message.calls, arguments, strict=True)
         ]
     if message.call_id:
         made["tool_call_id"] = message.call_id
