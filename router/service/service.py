@@ -36,7 +36,7 @@ from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.bound_limits import BoundLimits
 from router.service.buffered_generation import BufferedGeneration, Deliveries, slow_clients
-from router.service.chats import Chats, tools_named
+from router.service.chats import Chats, constraint_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
@@ -177,9 +177,9 @@ class RouterService:
         arrived_s = self._clock()
         try:
             prepared = self._chats.prepare(request)
-            with tools_named(prepared):
+            async with constraint_named(request, self._grammars.check):
                 submit = await self._admit(prepared, arrived_s)
-            return self._chats.read(self._start(submit), prepared, submit.spec.prompt_ids)
+            return self._chats.read(self._start(submit), request, submit.spec.prompt_ids)
         except PdserveError as exc:
             self._refused(request, exc)
             raise
@@ -303,6 +303,10 @@ class RouterService:
             eos_token_ids=model.card.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
         )
+
+    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
+        """Implements `RouterApi.unenforced`."""
+        return self._chats.unenforced(request)
 
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Implements `RouterApi.ignored_fields`."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.text.calls import grammar
 from pdserve.text.calls.forms import DeepseekV3, Granite, Hermes, Llama3Json, Mistral
+from pdserve.text.calls.grammar import CallBlock, CallRules
 from pdserve.text.calls.machine import CallMachine
 from pdserve.text.calls.pythonic import Pythonic
 from pdserve.text.calls.reasoning import CLOSE, OPEN
@@ -23,15 +26,19 @@ class CallForm:
     machine: type[CallMachine]
     sign: str
     marks: tuple[str, ...]
-    pair: tuple[str, str] | None = None
-    """The marks around one call, which is an object with a name and arguments. None: a call has another form."""
+    rules: Callable[[CallRules], CallBlock]
+    """The grammar of the form."""
+    opens: str = ""
+    """The character by which calls begin where the output begins, without a mark. Empty: they never do."""
+    checks_arguments: bool = True
+    """The grammar holds arguments to the schemas of their tools."""
     id_chars: int = 0
     """Ids of calls have so many letters and digits, because the family's template takes no others. 0: ids are of any form."""
 
 
 CALL_FORMS: Final[dict[str, CallForm]] = {
-    "hermes": CallForm(Hermes, "<tool_call>", ("<tool_call>", "</tool_call>"), ("<tool_call>", "</tool_call>")),
-    "mistral": CallForm(Mistral, "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_chars=9),
+    "hermes": CallForm(Hermes, "<tool_call>", ("<tool_call>", "</tool_call>"), grammar.hermes),
+    "mistral": CallForm(Mistral, "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), grammar.mistral, id_chars=9),
     "deepseek_v3": CallForm(
         DeepseekV3,
         "<｜tool▁calls▁begin｜>",
@@ -42,10 +49,18 @@ CALL_FORMS: Final[dict[str, CallForm]] = {
             "<｜tool▁call▁end｜>",
             "<｜tool▁sep｜>",
         ),
+        grammar.deepseek_v3,
     ),
-    "granite": CallForm(Granite, "<|tool_call|>", ("<|tool_call|>",)),
-    "pythonic": CallForm(Pythonic, "<|python_start|>", ("<|python_start|>", "<|python_end|>")),
-    "llama3_json": CallForm(Llama3Json, "<|python_tag|>", ("<|python_tag|>",)),
+    "granite": CallForm(Granite, "<|tool_call|>", ("<|tool_call|>",), grammar.granite),
+    "pythonic": CallForm(
+        Pythonic,
+        "<|python_start|>",
+        ("<|python_start|>", "<|python_end|>"),
+        grammar.pythonic,
+        opens="[",
+        checks_arguments=False,
+    ),
+    "llama3_json": CallForm(Llama3Json, "<|python_tag|>", ("<|python_tag|>",), grammar.llama3_json, opens="{"),
 }
 """A template gets the first form whose sign it has."""
 

@@ -246,6 +246,17 @@ def test_at_most_one_call_is_read_if_no_more_are_allowed(writer):
     assert read(form, f"{write(two)}", most=1) == ("", one)
 
 
+def test_an_answer_that_quotes_a_call_is_no_call_where_a_grammar_keeps_them_apart():
+    text = '{"note": "[TOOL_CALLS]f{}"}'
+    for pieces in ([text], list(text)):
+        machine = CALL_FORMS["mistral"].machine(NAMES, unmixed=True)
+        assert totals(parsed(OutputParser(None, machine), pieces)) == (text, [])
+    called = WRITERS["mistral, names"][1]([("f", {}), ("f", {})])
+    assert totals(parsed(CALL_FORMS["mistral"].machine(NAMES, unmixed=True), [f" {called}"])) == (" ", [("f", "{}")] * 2)
+    answer = CALL_FORMS["llama3_json"].machine(NAMES, unmixed=True)
+    assert answer.push('{"answer": [') == [Content('{"answer": [')], "it need not wait for the end of the object"
+
+
 @given(text=st.text(max_size=20), cuts=CUTS)
 def test_a_named_call_is_the_whole_output(text, cuts):
     events = parsed(NamedCall("f"), pieces_of(text, cuts))
