@@ -134,7 +134,8 @@ class Chats:
             return NamedCall(choice.function)
         if choice.forced:
             return RequiredCalls(names)
-        return CALL_FORMS[self.call_form].machine(names, unmixed=request.constraint is not None)
+        parameters = {tool.name: tool.parameters for tool in prompt.tools}
+        return CALL_FORMS[self.call_form].machine(names, parameters=parameters, unmixed=request.constraint is not None)
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         tail = b"".join(map(self._tokenizer.written_bytes, prompt_ids[-TAIL:]))

@@ -145,6 +145,14 @@ def pythonic(rules: CallRules) -> CallBlock:
     return CallBlock(f"{calls} {rules.word('<|python_end|>')}", calls)
 
 
+def qwen3_coder(rules: CallRules) -> CallBlock:
+    """See `hermes`. Values are any texts."""
+    rules.rule("parameter", '"<parameter=" /[^<>\\n]{1,64}/ ">" value blanks')
+    rules.rule("value[lazy]", r"/(?s:.*)<\/parameter>/")
+    called = rules.each(lambda name, _: json.dumps(f"<function={name}>"))
+    return CallBlock(f'blanks {called} blanks parameter* "</function>" blanks {rules.word("</tool_call>")}')
+
+
 def grammar_of_text(rules: CallRules, block: CallBlock, mark: str, opens: str) -> str:
     """Return the grammar of any text in which each call is valid. `opens` is the character by which calls without the mark
     begin, which end the output: what follows them could be taken for further ones."""

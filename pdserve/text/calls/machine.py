@@ -8,7 +8,7 @@ follows is content. So every character is told once, but for those of the form i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from typing import ClassVar, Final
 
 from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventList
@@ -35,9 +35,10 @@ class CallMachine:
     mark: ClassVar[str] = ""
     """The text before calls. Its first character is not repeated in it. Empty: calls stand only where the output begins."""
 
-    def __init__(self, names: Collection[str], *, unmixed: bool = False) -> None:
-        """`names` are the tools that may be called. A call of another one is content. `unmixed`: a grammar lets the output be
-        either calls or an answer, so no call begins once an answer has begun."""
+    def __init__(self, names: Collection[str], *, parameters: Mapping[str, str] | None = None, unmixed: bool = False) -> None:
+        """`names` are the tools that may be called. A call of another one is content. `parameters` has the schema of each one,
+        for forms whose values have no types. `unmixed`: a grammar lets the output be either calls or an answer, so no call
+        begins once an answer has begun."""
         assert self.mark[:1] not in self.mark[1:] or not self.mark
         self._names = frozenset(names)
         self._unmixed = unmixed

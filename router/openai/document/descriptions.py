@@ -8,8 +8,8 @@ from router.openai.body import WITHOUT_EFFECT
 
 _TOLD: Final = "What the function does. The template shows it to the model."
 _STRICT: Final = (
-    "If true, a call is valid for the schema of its parameters; where no grammar can enforce it, the answer lists this field in "
-    "x-pdserve-ignored-fields. A required call is valid in any case."
+    "If true, a call is valid for the schema of its parameters. Where no grammar can enforce it, the answer lists it in "
+    "x-pdserve-ignored-fields. A required call is always valid."
 )
 
 FIELDS: Final[dict[str, str]] = {
