@@ -33,6 +33,8 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}},
     {"type": "function", "function": {"name": "now"}},
 ]
+STRICT_TOOLS: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+"""The helper of OpenAI's client takes no others."""
 MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
 SPOKEN = (
     'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n</tool_call>'
@@ -125,6 +127,21 @@ def test_calls_arrive_whole_and_in_pieces_from_one_pool_and_from_two() -> None:
                         assert all(one.startswith("call_") for one in ids)
                         assert seen.isdisjoint(ids)
                         seen.update(ids)
+
+    run(story())
+
+
+@pytest.mark.parametrize("size", [3, 500])
+def test_the_end_of_every_call_reaches_openais_stream_helper(size: int) -> None:
+    """The helper never told of the end of a call that began in the chunk with the finish reason."""
+
+    async def story() -> None:
+        async with (
+            speaking(SPOKEN, size=size) as (_, client),
+            client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=STRICT_TOOLS) as stream,
+        ):
+            ended = [e.arguments async for e in stream if e.type == "tool_calls.function.arguments.done"]
+        assert ended == [arguments for _, arguments in CALLED]
 
     run(story())
 
