@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +13,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.plain_json import obstacle
 from router.api.request import ChatMessage, ChatPrompt, Tool
+from router.service.default_prompt import with_calls_told, with_tools_told
 
 _END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
 """It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
@@ -31,16 +33,36 @@ def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
     """Render a chat. Raises `InvalidRequest` naming the field.
 
     Arguments that are no JSON object, since an answer was cut off in them, are shown as the text that they are. A template that
-    cannot show a text there, because it asks for the names of the arguments, gets an object with the text in it.
+    cannot show a text there, because it asks for the names of the arguments, gets an object with the text in it. What a
+    template does not show of tools and calls is told in plain words.
     """
-    arguments = [[_arguments(call.arguments) for call in message.calls] for message in chat.messages]
-    try:
-        return _rendered(template, chat, arguments)
-    except InvalidRequest as exc:
-        named = [[{"arguments": one} if isinstance(one, str) else one for one in calls] for calls in arguments]
-        if exc.field != "messages" or named == arguments:
-            raise
-        return _rendered(template, chat, named)
+    refused: InvalidRequest | None = None
+    for shown, arguments in _versions(template, chat):
+        try:
+            return _rendered(template, shown, arguments)
+        except InvalidRequest as exc:
+            if exc.field != "messages":
+                raise
+            refused = refused or exc
+    assert refused is not None
+    raise refused
+
+
+def _versions(template: ChatTemplate, chat: ChatPrompt) -> Iterator[tuple[ChatPrompt, list[list[Any]]]]:
+    """Yield the chat, and the arguments of the calls of each message, in the ways in which a template may take them."""
+    if not template.renders_calls:
+        chat = replace(chat, messages=with_calls_told(chat.messages))
+    chats = [chat]
+    if chat.tools and not template.shows_tools:
+        functions = [_tool(tool)["function"] for tool in chat.tools]
+        told = (with_tools_told(chat.messages, functions, role) for role in ("system", "user"))  # some know no system
+        chats = [replace(chat, tools=(), messages=messages) for messages in told]
+    for one in chats:
+        arguments = [[_arguments(call.arguments) for call in message.calls] for message in one.messages]
+        yield one, arguments
+        named = [[{"arguments": text} if isinstance(text, str) else text for text in calls] for calls in arguments]
+        if named != arguments:
+            yield one, named
 
 
 def _rendered(template: ChatTemplate, chat: ChatPrompt, arguments: Sequence[Sequence[Any]]) -> str:

@@ -63,10 +63,10 @@ class Chats:
             return request
         if choice.mode is ToolMode.NONE:
             return replace(request, prompt=replace(prompt, tools=()))
-        if self._tokenizer.chat_template is not None:
-            self._tokenizer.chat_template.check_tools()  # first: without it, no other advice helps
         if choice.forced:
             return replace(request, constraint=_constraint(request, prompt))
+        if self._tokenizer.chat_template is not None:
+            self._tokenizer.chat_template.check_tools()  # first: without it, no other advice helps
         if not self.call_form:
             raise InvalidRequest(
                 "the router knows no form of calls for this model: set tool_choice to required or a function, or start the "

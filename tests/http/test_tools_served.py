@@ -271,6 +271,27 @@ def test_each_choice_has_calls_of_its_own() -> None:
     run(story())
 
 
+def test_a_model_whose_template_shows_no_tools_makes_required_calls() -> None:
+    async def story() -> None:
+        plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        said = '[{"name": "now", "parameters": {}}]'
+        async with speaking(said, template=plain) as (_, client):
+            first = await whole(client, tools=TOOLS, tool_choice="required")
+            assert first[:4] == (None, "", [("now", "{}")], "tool_calls")
+            named = await whole(client, tools=TOOLS, tool_choice=CHOSEN)
+            assert named[2] == [("now", said)]
+            call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+            talk: Any = [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": "1"},
+            ]
+            for choice in ("required", "none"):
+                await client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, tool_choice=choice)  # type: ignore[call-overload]
+
+    run(story())
+
+
 STRICT: Any = [{"type": "function", "function": {"name": "f", "strict": True}}]
 
 
@@ -339,9 +360,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat_template_kwargs.style: is no variable", {"chat_template_kwargs": {"style": "short"}}),
     ("chat_template_kwargs.messages: is no variable", {"chat_template_kwargs": {"messages": []}}),
     ("reasoning_effort: is no variable", {"reasoning_effort": "low"}),
-    ("messages: the model's chat template renders no tool_calls", {"template": "{{ messages }}", "messages": [
-        *MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
-    ]}),
     ("tools: cannot be compiled", {"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
     }}]}),

@@ -21,7 +21,7 @@ from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS
 from pdserve.text.chat import ChatTemplate
 from router.api.answer import Delta, Report
-from router.api.request import ChatMessage, ChatPrompt, ToolCall
+from router.api.request import ChatMessage, ChatPrompt, Tool, ToolCall
 from router.openai.request import parse_chat
 from router.openai.responses.events import ResponseWriter
 from router.openai.responses.request import parse_responses
@@ -131,3 +131,27 @@ def test_an_assistant_may_have_said_nothing() -> None:
         body = json.dumps({"messages": [ASKED, {"role": "assistant", **said}]})
         messages: Any = parse_chat(body.encode(), None).inputs[0].prompt
         assert messages[1].content == ""
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+TOLD = """You may call functions. Each line describes one, with the JSON schema of its parameters:
+{"name": "f", "parameters": {"type": "object"}}
+Calls are written as a JSON list: [{"name": ..., "parameters": {...}}]"""
+
+
+def test_a_template_that_shows_no_tools_gets_them_told() -> None:
+    called = ChatMessage("assistant", "Wait.", (ToolCall("a", "f", "{}"), ToolCall("b", "f", CUT)))
+    talk = (ChatMessage("user", "Go"), called, ChatMessage("tool", "21", call_id="a"))
+    chat = ChatPrompt(talk, (Tool("f", parameters='{"type": "object"}'),))
+    rest = f"""[assistant]Wait.
+[{{"name": "f", "parameters": {{}}}}, {{"name": "f", "parameters": {CUT}}}]
+[user]Result of f: 21
+"""
+    assert chat_text(ChatTemplate(PLAIN, {}), chat) == f"[system]{TOLD}\n[user]Go\n{rest}"
+    assert chat_text(ChatTemplate(NO_SYSTEM, {}), chat) == f"[user]{TOLD}\n\nGo\n{rest}"
+    with_system = ChatPrompt((ChatMessage("system", "Be kind."), *talk), chat.tools)
+    assert chat_text(ChatTemplate(PLAIN, {}), with_system) == f"[system]{TOLD}\n\nBe kind.\n[user]Go\n{rest}"
+    assert chat_text(ChatTemplate(PLAIN, {}), ChatPrompt(talk)) == f"[user]Go\n{rest}"
+    with pytest.raises(InvalidRequest, match="no system"):
+        chat_text(ChatTemplate(NO_SYSTEM, {}), with_system)

@@ -318,8 +318,9 @@ def test_marks_that_the_worker_wrote_are_not_written_again(skip: bool, trained: 
     async def story() -> list[Delta]:
         inner = BufferedGeneration("r", (1,), lambda _: None)
         inner.push(Delta(0, ids, trained.decode(ids, skip_special_tokens=skip), FinishReason.STOP))
-        return [await anext(aiter(chats.read(inner, request, (1,))))]
+        deltas = aiter(chats.read(inner, request, (1,)))
+        return [await anext(deltas), await anext(deltas)]
 
-    (delta,) = asyncio.run(story())
+    delta, last = asyncio.run(story())
     assert (delta.text, [(call.name, call.arguments) for call in delta.calls]) == ("ab", [("f", "{}")])
-    assert delta.finish_reason is FinishReason.TOOL_CALLS
+    assert (delta.finish_reason, last.finish_reason) == (None, FinishReason.TOOL_CALLS)
