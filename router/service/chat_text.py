@@ -13,12 +13,13 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.plain_json import obstacle
 from router.api.request import ChatMessage, ChatPrompt, Tool
-from router.service.default_prompt import with_calls_told, with_tools_told
 
 _END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
 """It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
 then would have taken the blanks before it as well."""
 _ARGUMENTS: Final = msgspec.json.Decoder(dict[str, Any])
+_BEFORE: Final = "You may call functions. Each line describes one, with the JSON schema of its parameters:"
+_AFTER: Final = 'Calls are written as a JSON list: [{"name": ..., "parameters": {...}}]'
 
 
 def chat_chars(chat: ChatPrompt) -> int:
@@ -51,11 +52,11 @@ def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
 def _versions(template: ChatTemplate, chat: ChatPrompt) -> Iterator[tuple[ChatPrompt, list[list[Any]]]]:
     """Yield the chat, and the arguments of the calls of each message, in the ways in which a template may take them."""
     if not template.renders_calls:
-        chat = replace(chat, messages=with_calls_told(chat.messages))
+        chat = replace(chat, messages=_with_calls_told(chat.messages))
     chats = [chat]
     if chat.tools and not template.shows_tools:
         functions = [_tool(tool)["function"] for tool in chat.tools]
-        told = (with_tools_told(chat.messages, functions, role) for role in ("system", "user"))  # some know no system
+        told = (_with_tools_told(chat.messages, functions, role) for role in ("system", "user"))  # some know no system
         chats = [replace(chat, tools=(), messages=messages) for messages in told]
     for one in chats:
         arguments = [[_arguments(call.arguments) for call in message.calls] for message in one.messages]
@@ -63,6 +64,37 @@ def _versions(template: ChatTemplate, chat: ChatPrompt) -> Iterator[tuple[ChatPr
         named = [[{"arguments": text} if isinstance(text, str) else text for text in calls] for calls in arguments]
         if named != arguments:
             yield one, named
+
+
+def _with_tools_told(
+    messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]], role: str
+) -> tuple[ChatMessage, ...]:
+    """Return the messages with a description of the functions at the beginning of the first one of the role, which is made if
+    the chat has none."""
+    text = "\n".join([_BEFORE, *(json.dumps(function, ensure_ascii=False) for function in functions), _AFTER])
+    place = next((i for i, message in enumerate(messages) if message.role == role), None)
+    if place is None:
+        return (ChatMessage(role, text), *messages)
+    found = messages[place]
+    told = replace(found, content=f"{text}\n\n{found.content or ''}")
+    return (*messages[:place], told, *messages[place + 1 :])
+
+
+def _with_calls_told(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return the messages with calls in the text of the assistant, and their results as messages of the user."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return tuple(_told(message, names) for message in messages)
+
+
+def _told(message: ChatMessage, names: dict[str, str]) -> ChatMessage:
+    if message.role == "tool":
+        called = names.get(message.call_id, "a function")
+        return ChatMessage("user", f"Result of {called}: {message.content or ''}")
+    if not message.calls:
+        return message
+    calls = ", ".join(f'{{"name": {json.dumps(call.name)}, "parameters": {call.arguments}}}' for call in message.calls)
+    said = f"{message.content}\n" if message.content else ""
+    return replace(message, content=f"{said}[{calls}]", calls=())
 
 
 def _rendered(template: ChatTemplate, chat: ChatPrompt, arguments: Sequence[Sequence[Any]]) -> str:
