@@ -110,6 +110,7 @@ class RouterService:
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
         self._encoder = PromptEncoder(model, self._limit)
         self._chats = Chats(model.tokenizer, config)
+        self.unenforced = self._chats.unenforced
         self._grammars = Grammars(model)
         self._admission = Admission(
             config,
@@ -303,10 +304,6 @@ class RouterService:
             eos_token_ids=model.card.eos_token_ids,
             has_chat_template=model.tokenizer.has_chat_template,
         )
-
-    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
-        """Implements `RouterApi.unenforced`."""
-        return self._chats.unenforced(request)
 
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Implements `RouterApi.ignored_fields`."""
