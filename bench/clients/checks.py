@@ -55,6 +55,14 @@ def openai(python: Path, server: Server, folder: Path) -> Found:
     return Found(told["requests"], 0, ", ".join(told["done"]))
 
 
+def agents(name: str, python: Path, server: Server, folder: Path) -> Found:
+    """Run the checks of one framework in `scripts/agent_checks.py`."""
+    told = json.loads(output_of([str(python), str(SCRIPTS / "agent_checks.py"), name, server.url, server.model], folder))
+    if told["wrong"]:
+        raise ClientFailed("; ".join(told["wrong"]))
+    return Found(len(told["done"]), 0, ", ".join(told["done"]))
+
+
 def lm_eval(python: Path, server: Server, folder: Path) -> Found:
     """Run a task of choices, by log-probabilities of prompts, and one of texts, and compare the former with our own client."""
     data = folder / "questions.jsonl"

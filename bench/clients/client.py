@@ -40,11 +40,14 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Client:
     """A client. `run` gets the Python of its environment, the server and an empty folder, and may raise `ClientFailed`.
-    `environment`: the name of its recipe."""
+    `environment`: the name of its recipe. `package`: the one of its packages that is the client. `speaks`: it needs a model
+    that calls tools reliably."""
 
     name: str
     environment: str
     run: Callable[[Path, Server, Path], Found]
+    package: str = ""
+    speaks: bool = False
 
     def python(self, say: Callable[[str], None]) -> Path:
         """Return the Python of its environment, installed now if it is not there. Raises `NotInstalled`."""

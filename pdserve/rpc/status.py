@@ -18,6 +18,7 @@ TIMELINE_METADATA: Final = "pdserve-timeline"
 CLUSTER_TOKEN_METADATA: Final = "pdserve-cluster-token"
 REQUEST_ID_METADATA: Final = "pdserve-request-id"
 CANCEL_TOKEN_METADATA: Final = "pdserve-cancel-token"
+IGNORED_FIELDS_METADATA: Final = "x-pdserve-ignored-fields"  # the name that HTTP has for it
 CORRELATION_ID_METADATA: Final = "x-request-id"  # a client's own id of a request; proxies use this name
 
 

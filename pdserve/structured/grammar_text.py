@@ -32,6 +32,15 @@ def grammar_text(constraint: Constraint) -> str:
             return _grammar("lark_grammar", constraint.text)
 
 
+def answer_rule(constraint: Constraint) -> str:
+    """Return the constraint as the body of a rule, for a grammar in which the constrained text is one alternative. Raises
+    `InvalidRequest` as `grammar_text` does."""
+    (grammar,) = json.loads(grammar_text(constraint))["grammars"]
+    if grammar.get("json_schema") is not None:
+        return f"%json {json.dumps(grammar['json_schema'], ensure_ascii=False)}"
+    return f"%lark {{\n{grammar['lark_grammar']}\n}}"
+
+
 def _grammar(language: str, value: Any) -> str:
     try:
         return json.dumps({"grammars": [{language: value}]}, ensure_ascii=False)

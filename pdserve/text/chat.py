@@ -78,9 +78,14 @@ class ChatTemplate:
 
     def check_tools(self) -> None:
         """Raise `InvalidRequest` unless the template reads the tools of a chat."""
-        if "tools" not in self._with_tools.reads:
-            advice = "start the router with one that does: --chat-template FILE"
+        if not self.shows_tools:
+            advice = "set tool_choice to required or a function, or start the router with one that does: --chat-template FILE"
             raise InvalidRequest(f"the model's chat template shows no tools to the model; {advice}", field="tools")
+
+    @property
+    def shows_tools(self) -> bool:
+        """True if the template reads the tools of a chat."""
+        return "tools" in self._with_tools.reads
 
     @property
     def renders_calls(self) -> bool:

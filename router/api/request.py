@@ -16,7 +16,8 @@ SESSION_ID: Final = MaxBytes(128)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made in a message. `arguments` is the text of a JSON object."""
+    """A call that the assistant made in a message. `arguments` is the text of a JSON object, unless the answer was cut off in
+    it."""
 
     id: str
     name: str

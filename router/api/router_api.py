@@ -94,6 +94,9 @@ class RouterApi(Protocol):
     def model_info(self) -> ModelInfo:
         """Return what clients are told of the model."""
 
+    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
+        """Return the fields of a chat, as OpenAI names them, that are served and cannot be enforced."""
+
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Count fields of a body that no API documents, and that were left out. `endpoint` is one of a few fixed names."""
 

@@ -17,7 +17,7 @@ from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, 
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from router.api.answer import Generation
 from router.api.identity import Claim
-from router.api.request import DetokenizeInput, TokenizeInput
+from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of, timeline
 from router.grpc.batch import run_batch
@@ -25,6 +25,7 @@ from router.grpc.choices import Running, running_of
 from router.grpc.malformed import LargeMessage, MalformedGuard
 from router.grpc.responses import response
 from router.grpc.writer import Writer
+from router.openai.ignored import Ignored
 from router.parsing.body_budget import BodyBudget
 from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
 from router.parsing.parse import Job, Kind, Parsed
@@ -59,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         try:
             request_id = RequestId(generation.request_id)
-            await context.send_initial_metadata(self._initial_metadata(request_id, call.input.correlation_id))
+            await context.send_initial_metadata(self._initial_metadata(request_id, call.input))
             await self._stream(generation, context)
         except PdserveError as exc:
             report = report_of(generation)
@@ -75,7 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             await running.start()
             self._running[running.request_id] = running
-            own = self._initial_metadata(RequestId(running.request_id), call.input.correlation_id)
+            own = self._initial_metadata(RequestId(running.request_id), call.input)
             await context.send_initial_metadata(own)
             with closing(Writer(context)) as writer:
                 await running.run(writer.write)
@@ -129,14 +130,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             share.grow(len(job.data))
             return await self._parser.parse(dataclasses.replace(job, client=client))
 
-    def _initial_metadata(self, request_id: RequestId, correlation_id: str) -> tuple[tuple[str, str], ...]:
-        own = (
+    def _initial_metadata(self, request_id: RequestId, request: GenerateInput) -> tuple[tuple[str, str], ...]:
+        own = [
             (status.REQUEST_ID_METADATA, request_id),
             (status.CANCEL_TOKEN_METADATA, self._router.cancel_tokens.issue(request_id)),
-        )
-        if not correlation_id or not correlation_id.isascii():  # metadata is ASCII; the report carries any id unchanged
-            return own
-        return (*own, (status.CORRELATION_ID_METADATA, correlation_id))
+        ]
+        if unenforced := self._router.unenforced(request):
+            own.append((status.IGNORED_FIELDS_METADATA, Ignored(unenforced, len(unenforced)).header.decode()))
+        correlation_id = request.correlation_id
+        if correlation_id and correlation_id.isascii():  # metadata is ASCII; the report carries any id unchanged
+            own.append((status.CORRELATION_ID_METADATA, correlation_id))
+        return tuple(own)
 
     async def _stream(self, generation: Generation, context: Any) -> None:
         """Write all deltas. For a client that stopped reading, the waiting write is cancelled and `Cancelled` is raised."""

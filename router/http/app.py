@@ -32,6 +32,7 @@ from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.http.tokenization import Tokenization
 from router.openai.errors import encode_json, error_headers, error_payload
+from router.openai.ignored import Ignored, joined
 from router.openai.model_limits import model_limits
 from router.openai.request import Call, ClassHeaders
 from router.openai.responses.request import ResponsesCall
@@ -160,9 +161,10 @@ class _Generate:
                 assert isinstance(call, Call | ResponsesCall)
             call = call.of_client(client)
             reply.name(call.request_id, call.correlation_id)
-            if call.ignored.count:
-                self._api.ignored_fields(self._kind.value, call.ignored.count)
-                reply.ignored(call.ignored.header)
+            ignored = joined([call.ignored, self._unenforced(call)])
+            if ignored.count:
+                self._api.ignored_fields(self._kind.value, ignored.count)
+                reply.ignored(ignored.header)
             run = respond(self._api, call, reply) if isinstance(call, ResponsesCall) else answer(self._api, call, reply)
             await self._running.run(exchange, run)
         except BodyRefused as exc:
@@ -172,6 +174,13 @@ class _Generate:
         except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
             await reply.fail(unexpected())
             raise
+
+    def _unenforced(self, call: Call | ResponsesCall) -> Ignored:
+        if isinstance(call, Call):
+            names = self._api.unenforced(call.inputs[0])
+        else:
+            names = tuple(map(call.names.written, self._api.unenforced(call.call.inputs[0])))
+        return Ignored(names, len(names))
 
 
 class _Info:

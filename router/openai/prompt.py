@@ -77,9 +77,11 @@ def _message(message: Message, field: str) -> ChatMessage:
     calls = message_calls(message, field)
     if message.refusal and message.role != "assistant":
         raise refuse(f"{field}.refusal", "is only allowed in a message of the assistant")
-    content = None
-    if message.content is not None or not (calls or message.refusal):
-        content = _content(message.content, f"{field}.content")
+    said = message.content
+    if said is None and message.role == "assistant":  # an answer of calls alone, or one that was cut before its text
+        content = None if calls else ""
+    else:
+        content = _content(said, f"{field}.content")
     if message.role == "tool" and not message.tool_call_id:
         raise refuse(f"{field}.tool_call_id", "is missing")
     if message.role != "tool" and message.tool_call_id:

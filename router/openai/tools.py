@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdserve.text.plain_json import obstacle
 from router.api.request import ChatMessage, ChatPrompt, Prompt, Tool, ToolCall, ToolChoice, ToolMode
 from router.openai.body import EMPTY, NULL, ChatBody, FunctionFields, Message, MessageCall, ToolFields
 from router.openai.json import decode, refuse, show
@@ -17,8 +18,6 @@ MAX_TOOLS: Final = 128  # OpenAI's limit, for definitions and for the calls of a
 MAX_TOOLS_BYTES: Final = 256 << 10
 MAX_VARIABLES_BYTES: Final = 16 << 10
 MAX_VARIABLES: Final = 32
-MAX_DEPTH: Final = 64  # of nested JSON
-HUGE: Final = 1 << 64
 _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TOOL: Final = msgspec.json.Decoder(ToolFields)
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -106,13 +105,6 @@ def message_calls(message: Message, field: str) -> tuple[ToolCall, ...]:
     return tuple(_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls))
 
 
-def called(name: str, arguments: str, call_id: str, field: str) -> ToolCall:
-    """Return a call. Raises `InvalidRequest` unless its arguments are a JSON object."""
-    text = arguments or "{}"
-    decode_object(text.encode(errors="replace"), f"{field}.arguments")
-    return ToolCall(call_id, name, text)
-
-
 def decode_object(text: bytes, field: str) -> dict[str, Any]:
     """Return the JSON object in a text. Raises `InvalidRequest` naming the field, for anything else."""
     try:
@@ -124,16 +116,8 @@ def decode_object(text: bytes, field: str) -> dict[str, Any]:
 
 
 def _check_plain(values: Any, field: str) -> None:
-    """Check that other readers of JSON will read the same: nothing is nested deeply, and no number is huge."""
-    level = [values]
-    for _ in range(MAX_DEPTH):
-        if any(type(value) is int and abs(value) >= HUGE for value in level):
-            raise refuse(field, "holds too large a number")
-        inner = [value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)]
-        level = [value for values in inner for value in values]
-        if not level:
-            return
-    raise refuse(field, f"is nested in more than {MAX_DEPTH} levels")
+    if why := obstacle(values):
+        raise refuse(field, why)
 
 
 def _call(call: MessageCall, field: str) -> ToolCall:
@@ -141,7 +125,7 @@ def _call(call: MessageCall, field: str) -> ToolCall:
         raise refuse(f"{field}.type", f"must be 'function', got {show(call.type)}")
     given = call.function.arguments
     text = given if isinstance(given, str) else "{}" if given is None else msgspec.json.encode(given).decode()
-    return called(call.function.name, text, call.id or "", f"{field}.function")
+    return ToolCall(call.id or "", call.function.name, text or "{}")
 
 
 def _tool(text: bytes, field: str) -> Tool:

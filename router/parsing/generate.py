@@ -21,8 +21,8 @@ from router.api.choices import (
     check_beams,
     sampled,
 )
-from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolChoice, ToolMode
-from router.openai.tools import MAX_TOOLS, called, read_tools, read_variables
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolCall, ToolChoice, ToolMode
+from router.openai.tools import MAX_TOOLS, read_tools, read_variables
 
 _TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
 """The mode of each number of `ToolChoice.Mode`."""
@@ -192,9 +192,7 @@ def _chat_message(message: inference_pb2.ChatMessage, field: str) -> ChatMessage
     _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_TOOLS)
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest("is only allowed in a message of the assistant", field=f"{field}.tool_calls")
-    calls = tuple(
-        called(one.name, one.arguments, one.id, f"{field}.tool_calls[{i}]") for i, one in enumerate(message.tool_calls)
-    )
+    calls = tuple(ToolCall(one.id, one.name, one.arguments or "{}") for one in message.tool_calls)
     content = None if calls and not message.content else message.content
     return ChatMessage(message.role, content, calls, message.tool_call_id, message.name, message.reasoning)
 

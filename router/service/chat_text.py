@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
+
+import msgspec
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.plain_json import obstacle
 from router.api.request import ChatMessage, ChatPrompt, Tool
 
 _END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
 """It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
 then would have taken the blanks before it as well."""
+_ARGUMENTS: Final = msgspec.json.Decoder(dict[str, Any])
+_BEFORE: Final = "You may call functions. Each line describes one, with the JSON schema of its parameters:"
+_AFTER: Final = 'Calls are written as a JSON list: [{"name": ..., "parameters": {...}}]'
 
 
 def chat_chars(chat: ChatPrompt) -> int:
@@ -28,8 +36,75 @@ def chat_parts(chat: ChatPrompt) -> int:
 
 
 def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
-    """Render a chat. Raises `InvalidRequest` naming the field."""
-    messages = [_message(message) for message in chat.messages]
+    """Render a chat. Raises `InvalidRequest` naming the field.
+
+    Arguments that are no JSON object, since an answer was cut off in them, are shown as the text that they are. A template that
+    cannot show a text there, because it asks for the names of the arguments, gets an object with the text in it. What a
+    template does not show of tools and calls is told in plain words.
+    """
+    refused: InvalidRequest | None = None
+    for shown, arguments in _versions(template, chat):
+        try:
+            return _rendered(template, shown, arguments)
+        except InvalidRequest as exc:
+            if exc.field != "messages":
+                raise
+            refused = refused or exc
+    assert refused is not None
+    raise refused
+
+
+def _versions(template: ChatTemplate, chat: ChatPrompt) -> Iterator[tuple[ChatPrompt, list[list[Any]]]]:
+    """Yield the chat, and the arguments of the calls of each message, in the ways in which a template may take them."""
+    if not template.renders_calls:
+        chat = replace(chat, messages=_with_calls_told(chat.messages))
+    chats = [chat]
+    if chat.tools and not template.shows_tools:
+        functions = [_tool(tool)["function"] for tool in chat.tools]
+        told = (_with_tools_told(chat.messages, functions, role) for role in ("system", "user"))  # some know no system
+        chats = [replace(chat, tools=(), messages=messages) for messages in told]
+    for one in chats:
+        arguments = [[_arguments(call.arguments) for call in message.calls] for message in one.messages]
+        yield one, arguments
+        named = [[{"arguments": text} if isinstance(text, str) else text for text in calls] for calls in arguments]
+        if named != arguments:
+            yield one, named
+
+
+def _with_tools_told(
+    messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]], role: str
+) -> tuple[ChatMessage, ...]:
+    """Return the messages with a description of the functions at the beginning of the first one of the role, which is made if
+    the chat has none."""
+    text = "\n".join([_BEFORE, *(json.dumps(function, ensure_ascii=False) for function in functions), _AFTER])
+    place = next((i for i, message in enumerate(messages) if message.role == role), None)
+    if place is None:
+        return (ChatMessage(role, text), *messages)
+    found = messages[place]
+    told = replace(found, content=f"{text}\n\n{found.content or ''}")
+    return (*messages[:place], told, *messages[place + 1 :])
+
+
+def _with_calls_told(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return the messages with calls in the text of the assistant, and their results as messages of the user."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return tuple(_told(message, names) for message in messages)
+
+
+def _told(message: ChatMessage, names: dict[str, str]) -> ChatMessage:
+    if message.role == "tool":
+        called = names.get(message.call_id, "a function")
+        return ChatMessage("user", f"Result of {called}: {message.content or ''}")
+    if not message.calls:
+        return message
+    calls = ", ".join(f'{{"name": {json.dumps(call.name)}, "parameters": {call.arguments}}}' for call in message.calls)
+    said = f"{message.content}\n" if message.content else ""
+    return replace(message, content=f"{said}[{calls}]", calls=())
+
+
+def _rendered(template: ChatTemplate, chat: ChatPrompt, arguments: Sequence[Sequence[Any]]) -> str:
+    """Render a chat with the arguments of the calls of each message."""
+    messages = [_message(message, called) for message, called in zip(chat.messages, arguments, strict=True)]
     final = messages[-1]["content"]
     if chat.continue_final_message:
         if final is None:
@@ -44,6 +119,15 @@ def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
     return _cut_after(text, final) if chat.continue_final_message else text
 
 
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the JSON object in the text, or else the text: if it is no object, or one that not every reader of JSON takes."""
+    try:
+        values: dict[str, Any] = _ARGUMENTS.decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if obstacle(values) else values
+
+
 def _cut_after(text: str, content: str) -> str:
     """Return the text up to the end of the last message's content, which the model goes on with. The last end mark in it is
     ours: a client's own would stand before it."""
@@ -54,14 +138,14 @@ def _cut_after(text: str, content: str) -> str:
     return text[:place].rstrip() if trimmed else text[:place]
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def _message(message: ChatMessage, arguments: Sequence[Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         made["reasoning_content"] = message.reasoning
     if message.calls:
         made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-            for call in message.calls
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": shown}}
+            for call, shown in zip(message.calls, arguments, strict=True)
         ]
     if message.call_id:
         made["tool_call_id"] = message.call_id

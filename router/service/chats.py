@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.settings.chats import ChatConfig
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
-from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE
+from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE, answer_rule
 from pdserve.text.calls.events import EventParser
-from pdserve.text.calls.forced import grammar_of_calls, schema_of_arguments, schema_of_calls
+from pdserve.text.calls.forced import schema_of_arguments, schema_of_calls
 from pdserve.text.calls.forms import RequiredCalls
+from pdserve.text.calls.grammar import CallRules, grammar_beside_answer, grammar_of_text
 from pdserve.text.calls.marks import MarkInserter
 from pdserve.text.calls.output import NamedCall, OutputParser
 from pdserve.text.calls.reasoning import OPEN, ReasoningParser
@@ -62,63 +63,79 @@ class Chats:
             return request
         if choice.mode is ToolMode.NONE:
             return replace(request, prompt=replace(prompt, tools=()))
-        if request.constraint is not None:
-            raise InvalidRequest(f"are not allowed beside response_format or {FIELD}, which forbid calls", field="tools")
-        if self._tokenizer.chat_template is not None:
-            self._tokenizer.chat_template.check_tools()  # first: without it, no other advice helps
         if choice.forced:
             return replace(request, constraint=_constraint(request, prompt))
+        if self._tokenizer.chat_template is not None:
+            self._tokenizer.chat_template.check_tools()  # first: without it, no other advice helps
         if not self.call_form:
             raise InvalidRequest(
                 "the router knows no form of calls for this model: set tool_choice to required or a function, or start the "
                 "router with --tool-call-parser",
                 field="tools",
             )
-        strict = next((index for index, tool in enumerate(prompt.tools) if tool.strict), None)
-        return request if strict is None else replace(request, constraint=self._strict(request, prompt, strict))
+        if request.constraint is None and not (self._checks_arguments and any(tool.strict for tool in prompt.tools)):
+            return request
+        return replace(request, constraint=self._constraint_of_calls(request, prompt))
 
-    def _strict(self, request: GenerateInput, prompt: ChatPrompt, index: int) -> Constraint:
-        """Return the grammar of an output whose calls are valid. Tool `index` is the first one that asks for it."""
-        pair = CALL_FORMS[self.call_form].pair
-        if pair is None or not set(pair).isdisjoint(self._marks.values()):
-            raise InvalidRequest(
-                f"is not enforced for calls of the form {self.call_form}, unless tool_choice is required or a function",
-                field=f"tools[{index}].function.strict",
-            )
-        most = None if request.tool_choice.parallel else 1
+    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
+        """Return the fields that ask for valid arguments where no grammar can hold the model to them."""
+        choice, prompt = request.tool_choice, request.prompt
+        if not isinstance(prompt, ChatPrompt) or choice.forced or choice.mode is ToolMode.NONE or self._checks_arguments:
+            return ()
+        return tuple(f"tools[{i}].function.strict" for i, tool in enumerate(prompt.tools) if tool.strict)
+
+    @property
+    def _checks_arguments(self) -> bool:
+        """True if a grammar can hold calls to the schemas of their tools. Where calls need no mark at the beginning of the
+        output, it cannot tell them from an answer behind reasoning."""
+        form = CALL_FORMS.get(self.call_form)
+        return form is not None and form.checks_arguments and not (form.opens and self.reasoning_form)
+
+    def _constraint_of_calls(self, request: GenerateInput, prompt: ChatPrompt) -> Constraint:
+        """Return the grammar of an output whose calls are valid and that is, if it has none, what the client asks for."""
+        form = CALL_FORMS[self.call_form]
+        answer = None if request.constraint is None else answer_rule(request.constraint)
+        special = {spelling: index for index, spelling in self._marks.items()}
         parameters = {tool.name: tool.parameters if tool.strict else None for tool in prompt.tools}
         options = {OPTIONS_KEY: {"whitespace_pattern": WHITESPACE}}
         with tools_named(request):
-            return Constraint(ConstraintKind.LARK, grammar_of_calls(parameters, pair, most, options))
+            rules = CallRules(parameters, special, options, single=not request.tool_choice.parallel)
+            block, mark = form.rules(rules), form.machine.mark
+            if answer is None:
+                text = grammar_of_text(rules, block, mark, form.opens)
+            else:
+                text = grammar_beside_answer(rules, block, mark, answer)
+            return Constraint(ConstraintKind.LARK, text)
 
     def read(self, generation: Generation, request: GenerateInput, prompt_ids: Sequence[int]) -> Generation:
-        """Return the generation with calls and reasoning taken out of its text. `request` is prepared."""
+        """Return the generation with calls and reasoning taken out of its text. `request` is as the client wrote it."""
         if not is_chat(request.prompt):
             return generation
         calls = self._calls(request)
         reasoning = None
-        free = request.constraint is None or (calls is not None and not request.tool_choice.forced)
-        if self.reasoning_form and free:
+        forced = request.tool_choice.forced
+        if self.reasoning_form and request.constraint is None and not forced:
             reasoning = ReasoningParser(opened=self._opened(prompt_ids))
         if calls is None and reasoning is None:
             return generation
         marks = None
         written = request.sampling.get("skip_special_tokens") is False  # the text has its marks already
-        if self._marks and free and not written:
+        if self._marks and not forced and not written:
             marks = MarkInserter(self._marks, self._tokenizer.token_bytes, self._tokenizer.stream(prompt_ids))
         parser = OutputParser(reasoning, calls, max_calls=None if request.tool_choice.parallel else 1)
         return ParsedGeneration(generation, parser, self._id_maker(), marks)
 
     def _calls(self, request: GenerateInput) -> EventParser | None:
         prompt, choice = request.prompt, request.tool_choice
-        if not isinstance(prompt, ChatPrompt) or not prompt.tools:
+        if not isinstance(prompt, ChatPrompt) or not prompt.tools or choice.mode is ToolMode.NONE:
             return None
         names = [tool.name for tool in prompt.tools]
         if choice.function:
             return NamedCall(choice.function)
         if choice.forced:
             return RequiredCalls(names)
-        return CALL_FORMS[self.call_form].machine(names)
+        parameters = {tool.name: tool.parameters for tool in prompt.tools}
+        return CALL_FORMS[self.call_form].machine(names, parameters=parameters, unmixed=request.constraint is not None)
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         tail = b"".join(map(self._tokenizer.written_bytes, prompt_ids[-TAIL:]))
@@ -139,6 +156,19 @@ def tools_named(request: GenerateInput) -> Iterator[None]:
     except InvalidRequest as exc:
         if isinstance(request.prompt, ChatPrompt) and request.prompt.tools and exc.field.startswith(FIELD):
             raise InvalidRequest(exc.message.removeprefix(f"{exc.field}: "), field="tools") from exc
+        raise
+
+
+@contextlib.asynccontextmanager
+async def constraint_named(request: GenerateInput, check: Callable[[Constraint], Awaitable[None]]) -> AsyncIterator[None]:
+    """Let errors of the grammar of a request name what the client wrote: its constraint if that fails its own `check`, or else
+    the tools."""
+    try:
+        with tools_named(request):
+            yield
+    except InvalidRequest as exc:
+        if exc.field == "tools" and request.constraint is not None:
+            await check(request.constraint)
         raise
 
 

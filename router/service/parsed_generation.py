@@ -65,13 +65,16 @@ class ParsedGeneration:
 
     def _parsed(self, delta: Delta) -> list[Delta]:
         """Return what a delta becomes: one delta, or several if content follows a call, so that a reader who takes reasoning,
-        content and calls of a delta in this order has the order of the output."""
+        content and calls of a delta in this order has the order of the output. The finish reason behind calls has a delta
+        of its own, as at OpenAI, whose client looks for the end of calls before it looks at those of the same chunk."""
         text = delta.text if self._marks is None else self._marks.push(delta.ids, delta.text)
         events = self._parser.push(text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             events += self._parser.flush()
         parts = [self._part(events) for events in _parts(events)]
+        if finish_reason is not None and parts[-1]["calls"]:
+            parts.append(self._part([]))
         if finish_reason is FinishReason.STOP and self._calls:
             finish_reason = FinishReason.TOOL_CALLS
         first = msgspec.structs.replace(delta, finish_reason=None, **parts[0])

@@ -36,7 +36,7 @@ from router.recording.transcript import Notes
 from router.service.admission import Admission
 from router.service.bound_limits import BoundLimits
 from router.service.buffered_generation import BufferedGeneration, Deliveries, slow_clients
-from router.service.chats import Chats, tools_named
+from router.service.chats import Chats, constraint_named
 from router.service.explaining import Explainer
 from router.service.grammars import Grammars
 from router.service.limits import LengthLimit
@@ -112,6 +112,7 @@ class RouterService:
         self._encoder = PromptEncoder(model, self._limit)
         self._loop_budget = LoopBudget()
         self._chats = Chats(model.tokenizer, config)
+        self.unenforced = self._chats.unenforced
         self._grammars = Grammars(model)
         self._admission = Admission(
             config,
@@ -180,9 +181,9 @@ class RouterService:
         await self._loop_budget.admit()
         try:
             prepared = self._chats.prepare(request)
-            with tools_named(prepared):
+            async with constraint_named(request, self._grammars.check):
                 submit = await self._admit(prepared, arrived_s)
-            return self._chats.read(self._start(submit), prepared, submit.spec.prompt_ids)
+            return self._chats.read(self._start(submit), request, submit.spec.prompt_ids)
         except PdserveError as exc:
             self._refused(request, exc)
             raise

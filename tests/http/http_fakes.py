@@ -156,6 +156,10 @@ class FakeApi:
     def model_info(self) -> ModelInfo:
         return ModelInfo(self.model_name, "Fake", 1000, 64, 16, "float32", "float32", 4, (0,), False)
 
+    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
+        """All fields are enforced."""
+        return ()
+
     def ignored_fields(self, endpoint: str, count: int) -> None:
         self.ignored[endpoint] = self.ignored.get(endpoint, 0) + count
 

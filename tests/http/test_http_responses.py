@@ -222,7 +222,7 @@ def test_a_response_is_the_request_of_a_chat() -> None:
         ("input", {"input": []}), ("input", {"input": None}), ("input[0]", {"input": [3]}),
         ("input[1].type", {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "x"}]}),
         ("input[0].content[0].type", {"input": [{"type": "reasoning", "content": [{"type": "summary_text", "text": "x"}]}]}),
-        ("input[1].arguments", {"input": [SAID, {**CALLED, "arguments": "[]"}]}),
+        ("input[1].arguments", {"input": [SAID, {**CALLED, "arguments": []}]}),
         ("input[1].async", {"input": [SAID, {**CALLED, "async": True}]}),
         ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}),
         ("input[0].output[0].type", {"input": [{**RESULT, "output": [{"type": "input_image"}]}]}),

@@ -148,9 +148,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}),
     ("tool_choice", {"tool_choice": "required"}),
     ("reasoning.effort", {"reasoning": {"effort": "low"}}),
-    ("input", {"template": "{{ messages }}", "input": [
-        *MESSAGES, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-    ]}),
+    ("input", {"template": "{{ raise_exception('no') }}"}),
     ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"pattern": "(", "type": "string"}}}}),
 ]  # fmt: skip
 

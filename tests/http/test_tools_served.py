@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from pdserve.cli import main
 from pdserve.core.errors import ConfigError
+from pdserve.core.worker import CONSTRAINT_LINK_VERSION
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
@@ -32,6 +33,8 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}},
     {"type": "function", "function": {"name": "now"}},
 ]
+STRICT_TOOLS: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+"""The helper of OpenAI's client takes no others."""
 MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
 SPOKEN = (
     'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n</tool_call>'
@@ -64,7 +67,7 @@ async def speaking(
     text: str, *, template: str = TEMPLATE, roles: Any = (PREFILL, DECODE), size: int = 3, **config: Any
 ) -> AsyncIterator[tuple[LocalCluster, openai.AsyncOpenAI]]:
     """A cluster whose workers say `text`, and a client of it."""
-    settings = {"script": pieces(text, size)}
+    settings = {"script": pieces(text, size), "link_version": CONSTRAINT_LINK_VERSION}
     async with local_cluster(roles, worker=lambda: settings, model=templated(template), **config) as cluster:
         server = await serve_http(cluster.service, cluster.parser, "127.0.0.1", 0)
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=60)
@@ -124,6 +127,21 @@ def test_calls_arrive_whole_and_in_pieces_from_one_pool_and_from_two() -> None:
                         assert all(one.startswith("call_") for one in ids)
                         assert seen.isdisjoint(ids)
                         seen.update(ids)
+
+    run(story())
+
+
+@pytest.mark.parametrize("size", [3, 500])
+def test_the_end_of_every_call_reaches_openais_stream_helper(size: int) -> None:
+    """The helper never told of the end of a call that began in the chunk with the finish reason."""
+
+    async def story() -> None:
+        async with (
+            speaking(SPOKEN, size=size) as (_, client),
+            client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=STRICT_TOOLS) as stream,
+        ):
+            ended = [e.arguments async for e in stream if e.type == "tool_calls.function.arguments.done"]
+        assert ended == [arguments for _, arguments in CALLED]
 
     run(story())
 
@@ -253,13 +271,86 @@ def test_each_choice_has_calls_of_its_own() -> None:
     run(story())
 
 
+def test_a_model_whose_template_shows_no_tools_makes_required_calls() -> None:
+    async def story() -> None:
+        plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        said = '[{"name": "now", "parameters": {}}]'
+        async with speaking(said, template=plain) as (_, client):
+            first = await whole(client, tools=TOOLS, tool_choice="required")
+            assert first[:4] == (None, "", [("now", "{}")], "tool_calls")
+            named = await whole(client, tools=TOOLS, tool_choice=CHOSEN)
+            assert named[2] == [("now", said)]
+            call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+            talk: Any = [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": "1"},
+            ]
+            for choice in ("required", "none"):
+                await client.chat.completions.create(model="tiny", messages=talk, tools=TOOLS, tool_choice=choice)  # type: ignore[call-overload]
+
+    run(story())
+
+
+STRICT: Any = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+
+def test_agents_with_strict_tools_are_served_whatever_the_form_of_calls() -> None:
+    """Agent frameworks send `strict` always. Where no grammar enforces it, the answer says so."""
+
+    async def story(parser: str, ignored: str | None) -> None:
+        async with speaking("Hi", tool_call_parser=parser) as (cluster, client):
+            create = client.chat.completions.with_raw_response.create
+            answer = await create(model="tiny", messages=MESSAGES, tools=STRICT)
+            assert answer.headers.get("x-pdserve-ignored-fields") == ignored
+            forced = await create(model="tiny", messages=MESSAGES, tools=STRICT, tool_choice="required")
+            assert "x-pdserve-ignored-fields" not in forced.headers
+            flat: Any = [{"type": "function", "name": "f", "strict": True}]
+            response = await client.responses.with_raw_response.create(model="tiny", input="Hi", tools=flat)
+            wanted = ignored and ignored.replace(".function", "")
+            assert response.headers.get("x-pdserve-ignored-fields") == wanted
+            chat = inference_pb2.ChatPrompt(tools=[json.dumps(tool) for tool in STRICT])
+            chat.messages.add(role="user", content="Hi")
+            call = cluster.stub.Generate(inference_pb2.GenerateRequest(chat=chat))
+            assert dict(await call.initial_metadata()).get("x-pdserve-ignored-fields") == ignored
+
+    run(story("granite", None))
+    run(story("pythonic", "tools[0].function.strict"))
+
+
+PERSON: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": {"type": "object"}}}
+
+
+def test_tools_stand_beside_a_structured_answer() -> None:
+    """An agent's model calls as long as it needs to, and then answers in the form that the agent wants."""
+
+    async def story(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+        finish = "tool_calls" if calls else "stop"
+        async with speaking(text) as (_, client):
+            for ask in (streamed, whole):
+                answer = await ask(client, tools=TOOLS, response_format=PERSON)
+                assert (answer[0] or "", *answer[1:4]) == (content, "", calls, finish)
+            forced = await whole(client, tools=TOOLS, response_format=PERSON, tool_choice=CHOSEN)
+            assert forced[2] == [("now", text)]
+            told = {"format": {"type": "json_schema", "name": "person", "schema": {"type": "object"}}}
+            tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+            made = await client.responses.create(model="tiny", input=MESSAGES, tools=tools, text=told)  # type: ignore[call-overload]
+            assert made.output_text == content
+            assert [(one.name, one.arguments) for one in made.output if one.type == "function_call"] == calls
+
+    only = SPOKEN[SPOKEN.index("<tool_call>") :]
+    quoting = '{"note": "<tool_call>{}</tool_call><think>"}'
+    run(story(only, "", CALLED))
+    run(story(quoting, quoting, []))
+
+
+CHOSEN: Any = {"type": "function", "function": {"name": "now"}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools: the model's chat template shows no tools", {"tools": TOOLS, "template": "{{ messages }} <tool_call>"}),
     ("tools: the router knows no form of calls", {"tools": TOOLS, "template": "{{ messages[0].content }}{{ tools }}"}),
-    ("tools: are not allowed beside response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
-    ("tools[0].function.strict: is not enforced for calls of the form granite", {
-        "template": "{{ tools }}<|tool_call|>", "tools": [{"type": "function", "function": {"name": "f", "strict": True}}],
-    }),
+    ("response_format.json_schema.schema: cannot be compiled", {"tools": TOOLS, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "("}},
+    }}),
     ("tools: cannot be compiled", {"tools": [{"type": "function", "function": {
         "name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
     }}]}),
@@ -269,9 +360,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat_template_kwargs.style: is no variable", {"chat_template_kwargs": {"style": "short"}}),
     ("chat_template_kwargs.messages: is no variable", {"chat_template_kwargs": {"messages": []}}),
     ("reasoning_effort: is no variable", {"reasoning_effort": "low"}),
-    ("messages: the model's chat template renders no tool_calls", {"template": "{{ messages }}", "messages": [
-        *MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
-    ]}),
     ("tools: cannot be compiled", {"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
     }}]}),

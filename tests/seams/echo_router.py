@@ -138,6 +138,10 @@ class EchoRouter:
         """Describe the echo."""
         return ModelInfo("echo", "EchoForNobody", 1 << 20, 101, 16, "float32", "float32", 4, (0,), False)
 
+    def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
+        """All fields are enforced."""
+        return ()
+
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Count nothing."""
 

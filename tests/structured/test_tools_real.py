@@ -94,6 +94,30 @@ def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(client: open
                 jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenAI) -> None:
+    """The model decides which of the two it writes, and can write nothing else."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "days", "schema": WEATHER}}
+    strict: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for seed in range(4):
+        (choice,) = client.chat.completions.create(
+            model="",
+            messages=MESSAGES,
+            tools=strict,
+            response_format=form,
+            temperature=1.5,
+            seed=seed,
+            max_completion_tokens=160,
+        ).choices
+        calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
+        assert bool(calls) != bool(choice.message.content)
+        if choice.finish_reason == "length":
+            continue
+        for call in calls:
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+        if choice.message.content:
+            jsonschema.validate(json.loads(choice.message.content), WEATHER)
+
+
 def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
     """Nothing forces the output here: the model imitates the calls that its template has shown it."""
     talk: list[Any] = []

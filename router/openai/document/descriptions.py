@@ -7,7 +7,10 @@ from typing import Final
 from router.openai.body import WITHOUT_EFFECT
 
 _TOLD: Final = "What the function does. The template shows it to the model."
-_STRICT: Final = "If true, a call is always valid for the schema of its parameters. A required call is so in any case."
+_STRICT: Final = (
+    "If true, a call is valid for the schema of its parameters. Where no grammar can enforce it, the answer lists it in "
+    "x-pdserve-ignored-fields. A required call is always valid."
+)
 
 FIELDS: Final[dict[str, str]] = {
     "model": "The name of the served model. Left out: the one that is served.",

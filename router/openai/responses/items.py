@@ -42,9 +42,8 @@ class _Turn:
     call_places: list[str] = field(default_factory=list)
 
     def message(self) -> Message:
-        """Return the message. Reasoning that nothing follows is a message without text."""
-        content = "" if self.content is None and self.reasoning and not self.calls else self.content
-        message = Message(self.role, content, tool_call_id=self.call_id, reasoning_content=self.reasoning or None)
+        """Return the message."""
+        message = Message(self.role, self.content, tool_call_id=self.call_id, reasoning_content=self.reasoning or None)
         if self.calls:
             message.tool_calls = Raw(msgspec.json.encode(self.calls))
         return message

@@ -35,12 +35,17 @@ class Names:
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """Return an error of the chat with the name that the field has in the body."""
         old = error.field
-        new = _CALL.sub(lambda found: self.calls[int(found[1])][int(found[2])], old)
+        new = self.written(old)
+        if new == old:
+            return error
+        return type(error)(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
+
+    def written(self, field: str) -> str:
+        """Return the name in the body of a field of the chat."""
+        new = _CALL.sub(lambda found: self.calls[int(found[1])][int(found[2])], field)
         new = _MESSAGE.sub(lambda found: self.messages[int(found[1])], new)
         for chats, own in _FIELDS:
             new = chats.sub(own, new)
         if self.formatted:
             new = _CONSTRAINT.sub("text.format", new)
-        if new == old:
-            return error
-        return type(error)(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
+        return new

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from bench.clients import checks, load
-from bench.clients.__main__ import CLIENTS, packages, run
+from bench.clients.__main__ import CLIENTS, packages, run, write
 from bench.clients.client import Client, ClientFailed, Found, Server, output_of
+from bench.clients.speaker import FINAL, TEXT, answer, speaking_server
 from bench.engine.peers.install import RECIPES
 from pdserve.checkpoint.resolve import resolve
 from pdserve.commands.console import make_console
+from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from testkit.processes import ProcessCluster
 from tests.integration.real_service import tiny
 
@@ -24,6 +26,46 @@ PYTHON = Path(sys.executable)
 def test_every_client_has_an_environment_with_pinned_packages() -> None:
     assert {one.environment for one in CLIENTS} <= {*RECIPES}
     assert all("==" in packages(one) for one in CLIENTS)
+
+
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"enum": ["Rome"]}}}
+OFFERED: Any = [
+    {"type": "function", "function": {"name": "f", "parameters": CITY}},
+    {"type": "function", "function": {"name": FINAL}},
+]
+
+
+def prompt(*roles: str, tools: Any = None) -> str:
+    return json.dumps({"messages": [{"role": role, "content": None} for role in roles], "tools": tools})
+
+
+def test_the_model_that_speaks_calls_first_and_then_answers() -> None:
+    called = '<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call>'
+    schema = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(CITY))
+    beside = Constraint(ConstraintKind.LARK, f"start: calls | answer\nanswer: %json {json.dumps(CITY)}\n")
+    required = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array"}')
+    assert answer("The sky is", None) == answer(prompt("user"), None) == TEXT
+    assert answer(prompt("user", tools=OFFERED), None) == answer(prompt("user", tools=OFFERED), beside) == called
+    assert answer(prompt("user", "assistant", "tool", tools=OFFERED), None) == TEXT
+    assert json.loads(answer(prompt("user", "assistant", "tool", tools=OFFERED), beside)) == {"city": "Rome"}
+    assert json.loads(answer(prompt("user"), schema)) == {"city": "Rome"}
+    assert json.loads(answer(prompt("user", tools=OFFERED), required)) == [{"name": "f", "parameters": {"city": "Rome"}}]
+    assert json.loads(answer(prompt("tool", tools=OFFERED), required)) == [{"name": FINAL, "parameters": {}}]
+
+
+def test_a_later_run_of_a_client_replaces_its_row(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    row = {"client": "a", "packages": "a==1", "date": "2026-01-01", "clean": True, "checked": "x"}
+    write([row, {**row, "client": "b"}], tmp_path)
+    write([{**row, "clean": False}], tmp_path)
+    assert [one["clean"] for one in json.loads((tmp_path / "results" / "clients.json").read_text())] == [False, True]
+    assert "| a | a==1 | 2026-01-01 | False | x |" in (tmp_path / "clients.md").read_text()
+
+
+@pytest.mark.slow
+def test_agents_of_openais_client_run_against_the_model_that_speaks(tmp_path: Path) -> None:
+    with speaking_server() as server:
+        assert "streamed tool" in checks.agents("openai", PYTHON, server, tmp_path).checked
 
 
 def test_objects_that_follow_each_other_are_read() -> None:

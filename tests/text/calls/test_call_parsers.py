@@ -85,6 +85,15 @@ def as_python(calls: list[Call]) -> str:
     return f"[{', '.join(written)}]"
 
 
+def as_markup(calls: list[Call]) -> str:
+    """Without a schema, values are JSON."""
+    written = []
+    for name, arguments in calls:
+        inner = "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in arguments.items())
+        written.append(f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>")
+    return "\n".join(written)
+
+
 WRITERS = {
     "hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects(calls))),
     "mistral, a list": ("mistral", lambda calls: f"[TOOL_CALLS] [{', '.join(objects(calls))}]"),
@@ -99,6 +108,7 @@ WRITERS = {
     "deepseek v3": ("deepseek_v3", fenced),
     "deepseek v3.1": ("deepseek_v3", bare),
     "pythonic": ("pythonic", as_python),
+    "qwen 3 coder": ("qwen3_coder", as_markup),
     "llama 4": ("pythonic", lambda calls: f"<|python_start|>{as_python(calls)}<|python_end|>"),
 }  # fmt: skip
 
@@ -125,6 +135,7 @@ FRAGMENTS = st.sampled_from(
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
         "function", "```json\n", "\n```", '{"name": "f", "arguments": ', '{"arguments": {"a": [1]}, "name": "f"}', '{"name": ',
         '"f"', '"g"', "{}", '{"a": 1.5e3}', '"\\u00e9"', "[", "]", "{", "}", ",", ";", ":", " ", "\n", "f(a=1)", "[f(a='x')]",
+        "<function=f>", "<parameter=a>", "\n</parameter>", "</function>",
         "f", "-0", "01", "true", "nul", '"', "\\", "<", "</", "<|", "hello", "<|im_end|>", "<|python_start|>", "<|python_end|>",
     ]
 )  # fmt: skip
@@ -172,8 +183,8 @@ def test_a_text_without_a_whole_call_stays_as_it_is(form, text):
 @given(text=TEXTS)
 def test_nothing_is_lost_and_nothing_is_told_twice(form, text):
     """What is told stands in the text in this order, without overlap. Only the form itself is left out."""
-    if form == "pythonic":
-        return  # its arguments are written anew as JSON
+    if form in ("pythonic", "qwen3_coder"):
+        return  # their arguments are written anew as JSON
     place = 0
     for event in parsed(CALL_FORMS[form].machine(NAMES), [text]):
         if isinstance(event, Content) or (isinstance(event, CallArguments) and event.text not in LATE):
@@ -182,6 +193,8 @@ def test_nothing_is_lost_and_nothing_is_told_twice(form, text):
 
 
 MALFORMED = {
+    "a function that is no tool": ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>"),
+    "no function": ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
     "a name that is no tool": ("hermes", '<tool_call>{"name": "g", "arguments": {}}</tool_call>'),
     "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
     "arguments that are a text": ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
@@ -246,10 +259,76 @@ def test_at_most_one_call_is_read_if_no_more_are_allowed(writer):
     assert read(form, f"{write(two)}", most=1) == ("", one)
 
 
+def test_an_answer_that_quotes_a_call_is_no_call_where_a_grammar_keeps_them_apart():
+    text = '{"note": "[TOOL_CALLS]f{}"}'
+    for pieces in ([text], list(text)):
+        machine = CALL_FORMS["mistral"].machine(NAMES, unmixed=True)
+        assert totals(parsed(OutputParser(None, machine), pieces)) == (text, [])
+    called = WRITERS["mistral, names"][1]([("f", {}), ("f", {})])
+    assert totals(parsed(CALL_FORMS["mistral"].machine(NAMES, unmixed=True), [f" {called}"])) == (" ", [("f", "{}")] * 2)
+    answer = CALL_FORMS["llama3_json"].machine(NAMES, unmixed=True)
+    assert answer.push('{"answer": [') == [Content('{"answer": [')], "it need not wait for the end of the object"
+
+
 @given(text=st.text(max_size=20), cuts=CUTS)
 def test_a_named_call_is_the_whole_output(text, cuts):
     events = parsed(NamedCall("f"), pieces_of(text, cuts))
     assert events == ([CallBegin("f"), CallArguments(text), CallEnd()] if text else [])
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "days": {"type": "integer"},
+        "part": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "on": {"type": "boolean"},
+        "place": {"$ref": "#/$defs/place"},
+        "mood": {"enum": ["good", "1"]},
+        "note": {"type": ["string", "null"]},
+        "any": {},
+    },
+    "$defs": {"place": {"type": "object"}},
+}
+VALUES_READ = {
+    ("text", "1"): "1", ("text", "null"): "null", ("text", '{"a": 1}'): '{"a": 1}', ("text", " a\n</para \n"): " a\n</para \n",
+    ("text", ""): "", ("days", "2"): 2, ("days", "two"): "two", ("days", "02"): "02", ("part", "0.5"): 0.5,
+    ("part", "None"): None,
+    ("on", "True"): True, ("on", "yes"): "yes", ("place", '{"city": "Oslo"}'): {"city": "Oslo"}, ("place", "[1]"): "[1]",
+    ("mood", "1"): "1", ("note", "null"): None, ("note", "[1]"): "[1]", ("any", "[1, 2]"): [1, 2], ("any", "x"): "x",
+    ("any", "3"): 3,
+    ("other", "true"): True, ("place", "[" * 99 + "]" * 99): "[" * 99 + "]" * 99,
+}  # fmt: skip
+
+
+def coder(key: str, value: str) -> str:
+    return f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def coder_parser() -> OutputParser:
+    return OutputParser(None, CALL_FORMS["qwen3_coder"].machine(NAMES, parameters={"f": json.dumps(TYPED)}))
+
+
+def test_a_value_of_qwen3_coder_has_the_type_of_the_tools_schema():
+    for (key, value), wanted in VALUES_READ.items():
+        content, ((_, arguments),) = totals(parsed(coder_parser(), list(coder(key, value))))
+        assert (content, json.loads(arguments)) == ("", {key: wanted})
+
+
+@given(
+    value=st.lists(st.sampled_from(["\n", "<", "</parameter", ">", '"', "\\", "é", "a"]), max_size=9).map("".join), cuts=CUTS
+)
+def test_a_text_of_qwen3_coder_is_told_as_it_comes_and_as_it_is(value, cuts):
+    if "</parameter>" in value:
+        return
+    text = coder("text", value)
+    whole = parsed(coder_parser(), [text])
+    assert totals(whole) == ("", [("f", json.dumps({"text": value}, ensure_ascii=False))])
+    assert parsed(coder_parser(), pieces_of(text, cuts)) == whole
+    parser = coder_parser()
+    early = [event for char in text[: text.index("</func")] for event in parser.push(char)]
+    told = "".join(event.text for event in early if isinstance(event, CallArguments))
+    assert told == json.dumps({"text": value}, ensure_ascii=False)[:-1]
 
 
 @given(calls=CALLS, cuts=CUTS)
@@ -293,7 +372,7 @@ def test_calls_are_read_after_reasoning_and_not_in_it():
 
 def test_a_template_tells_its_form():
     for name, form in CALL_FORMS.items():
-        assert call_form("auto", f"... {form.sign} ...") == name
+        assert [call_form("auto", f"... {sign} ...") for sign in form.signs] == [name] * len(form.signs)
     assert [call_form("auto", None), call_form("auto", "plain"), call_form("none", "<tool_call>")] == ["", "", ""]
     assert call_form("pythonic", "<tool_call>") == "pythonic"
     assert reasoning_form("auto", "{{ enable_thinking }} <think>") == "qwen3"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +82,17 @@ LLAMA4 = (
 {%- endfor %}"""
 )
 
+CODER = (
+    SHOW_TOOLS
+    + """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}{{- '<parameter=' + name + '>\\n' }}
+{{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"""
+)
+
 FAMILIES = {
+    "qwen3_coder": (CODER, "<|im_start|>assistant\n", "<|im_end|>"),
     "hermes": (QWEN, "<|im_start|>assistant\n", "<|im_end|>"),
     "mistral": (MISTRAL, "[/INST]", "</s>"),
     "llama3_json": (LLAMA3, "assistant<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -116,7 +127,7 @@ def trained() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    marks = [mark for name, form in CALL_FORMS.items() if name != "hermes" for mark in form.marks]
+    marks = [mark for name, form in CALL_FORMS.items() if "<tool_call>" not in form.marks for mark in form.marks]
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         special_tokens=[*CONTROL, *marks],
@@ -173,6 +184,45 @@ def test_what_a_template_shows_of_calls_is_what_its_parser_reads(form: str, trai
     assert after in trained.special_tokens.values()
     for joined in (1, 2, 7, 999):
         assert read(trained, form, ids, joined=joined) == ("", "", CALLS)
+
+
+PUBLISHED = {
+    "Qwen 2.5 and 3, Hermes": ("hermes", r"within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>"),
+    "Qwen3-Coder": (
+        "qwen3_coder",
+        r"'<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n'",
+    ),
+    "Mistral 7B": ("mistral", "'[AVAILABLE_TOOLS] [' ... '[TOOL_CALLS] ['"),
+    "Mistral Small 3.2": ("mistral", "'[TOOL_CALLS]' + name + '[CALL_ID]' + tool_call.id + '[ARGS]' + arguments"),
+    "Llama 3.1": (
+        "llama3_json",
+        """'<|python_tag|>' ... 'Respond in the format {"name": function name, "parameters": dictionary'""",
+    ),
+    "Llama 3.2": (
+        "llama3_json",
+        """'Respond in the format {"name": function name, "parameters": dictionary of argument name'""",
+    ),
+    "Llama 4": ("pythonic", """'Respond in the format {"name": function name, "parameters": ' ... '<|python_start|>'"""),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        "'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>'",
+    ),
+    "Granite 3": ("granite", "When a tool is required, respond only with <|tool_call|> followed by a JSON list of tools"),
+    "SmolLM2": ("", "{{'<|im_start|>' + message['role'] + message['content'] + '<|im_end|>'}}"),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_templates_get_the_parser_of_their_family(family: str) -> None:
+    """The texts are what each published template has of its form."""
+    form, excerpt = PUBLISHED[family]
+    assert call_form("auto", excerpt) == form
+
+
+def test_the_table_of_the_documentation_has_every_parser() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tools.md").read_text()
+    table = page[page.index("| `--tool-call-parser` |") :].split("\n\n")[0]
+    assert {line.split("`")[1] for line in table.splitlines()[2:]} == {*CALL_FORMS, "none"}
 
 
 @pytest.mark.parametrize("form", FAMILIES)
@@ -268,8 +318,9 @@ def test_marks_that_the_worker_wrote_are_not_written_again(skip: bool, trained: 
     async def story() -> list[Delta]:
         inner = BufferedGeneration("r", (1,), lambda _: None)
         inner.push(Delta(0, ids, trained.decode(ids, skip_special_tokens=skip), FinishReason.STOP))
-        return [await anext(aiter(chats.read(inner, request, (1,))))]
+        deltas = aiter(chats.read(inner, request, (1,)))
+        return [await anext(deltas), await anext(deltas)]
 
-    (delta,) = asyncio.run(story())
+    delta, last = asyncio.run(story())
     assert (delta.text, [(call.name, call.arguments) for call in delta.calls]) == ("ab", [("f", "{}")])
-    assert delta.finish_reason is FinishReason.TOOL_CALLS
+    assert (delta.finish_reason, last.finish_reason) == (None, FinishReason.TOOL_CALLS)
