@@ -203,8 +203,7 @@ class RouterService:
     def _refused(self, request: GenerateInput, exc: PdserveError) -> None:
         """Count a refused request: by its class if it names one that is known here."""
         self._metrics.rejected(exc.code.value)
-        slo_class = self._admission.known_class(request.slo_class)
-        if slo_class is not None:
+        if (slo_class := self._admission.known_class(request.slo_class)) is not None:
             reason = exc.reason if isinstance(exc, Overloaded) and exc.reason else exc.code.value
             self._metrics.slo.refused(slo_class.name, reason)
             self._attainment.refused(slo_class.name, self._clock())
