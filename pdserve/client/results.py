@@ -138,7 +138,8 @@ class _Open:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    calls: dict[int, list[ToolCall]] = field(default_factory=dict)
+    """The pieces of each call by its index."""
     last: Delta | None = None
 
 
@@ -157,9 +158,7 @@ class Gathered:
         choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
         choice.reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
-            old = choice.calls.get(call.index)
-            joined = call if old is None else ToolCall(call.index, old.id, old.name, old.arguments + call.arguments)
-            choice.calls[call.index] = joined
+            choice.calls.setdefault(call.index, []).append(call)
         if delta.finish_reason is not None:
             choice.last = delta
 
@@ -185,9 +184,15 @@ def _closed(index: int, choice: _Open) -> Choice | None:
         logprobs=tuple(choice.logprobs),
         prompt_logprobs=choice.prompt_logprobs,
         reasoning="".join(choice.reasoning),
-        tool_calls=tuple(choice.calls[i] for i in sorted(choice.calls)),
+        tool_calls=tuple(_joined(pieces) for _, pieces in sorted(choice.calls.items())),
         report=last.report,
         prompt_tokens=last.prompt_tokens,
         output_tokens=last.output_tokens,
         cached_tokens=last.cached_tokens,
     )
+
+
+def _joined(pieces: list[ToolCall]) -> ToolCall:
+    """Return the call of which these are the pieces. The first one has its id and its name."""
+    first = pieces[0]
+    return ToolCall(first.index, first.id, first.name, "".join([piece.arguments for piece in pieces]))
