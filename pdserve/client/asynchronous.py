@@ -106,7 +106,7 @@ class AsyncStream:
         try:
             async for message in call:
                 if not self.request_id:
-                    self._client.server.met = True
+                    self._client.server.has_answered = True
                     told = dict(await call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
                     self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
@@ -224,23 +224,23 @@ class AsyncClient:
         if request.HasField("tokens"):
             return answer
         asked = inference_pb2.TokenizeRequest(model=request.model)
-        if not request.HasField("chat"):
+        is_chat = request.HasField("chat")
+        if is_chat:
+            asked.chat.CopyFrom(request.chat)
+        else:
             asked.text = request.text
-            return replace(
-                answer, prompt_token_ids=tuple((await self._again(lambda: self._look_up(self._stub.Tokenize, asked))).ids)
-            )
-        asked.chat.CopyFrom(request.chat)
         ids = tuple((await self._again(lambda: self._look_up(self._stub.Tokenize, asked))).ids)
-        return replace(answer, prompt_token_ids=ids, prompt=await self._again(lambda: self.detokenize(ids)))
+        prompt = await self._again(lambda: self.detokenize(ids)) if is_chat else answer.prompt
+        return replace(answer, prompt_token_ids=ids, prompt=prompt)
 
-    async def _again(self, attempt_it: Callable[[], Awaitable[Any]], ends_s: float | None = None) -> Any:
-        """Try something until it is done, or its error is final. ends_s: the deadline by the loop's clock."""
+    async def _again(self, make_attempt: Callable[[], Awaitable[Any]], ends_s: float | None = None) -> Any:
+        """Make attempts until one succeeds or its error is final. ends_s: the deadline by the loop's clock."""
         loop = asyncio.get_running_loop()
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await attempt_it()
+                return await make_attempt()
             except PdserveError as exc:
                 left_s = None if ends_s is None else ends_s - loop.time()
                 wait_s = None if self.closed else self.retries.wait_s(exc, attempt, left_s, random.random())
@@ -264,5 +264,5 @@ class AsyncClient:
             raise self.server.error_of(exc) from exc
         except grpc.aio.UsageError:
             raise closed_client() from None
-        self.server.met = True
+        self.server.has_answered = True
         return found

@@ -125,7 +125,7 @@ class Stream:
         try:
             for message in call:
                 if not self.request_id:
-                    self._client.server.met = True
+                    self._client.server.has_answered = True
                     told = dict(call.initial_metadata())
                     self.request_id = str(told.get(status.REQUEST_ID_METADATA, message.request_id))
                     self.cancel_token = str(told.get(status.CANCEL_TOKEN_METADATA, ""))
@@ -254,5 +254,5 @@ class Client:
             raise self.server.error_of(exc) from exc
         except ValueError:
             raise closed_client() from None
-        self.server.met = True
+        self.server.has_answered = True
         return found

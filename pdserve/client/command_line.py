@@ -222,7 +222,7 @@ def explain(exc: Any, address: str, hint: str) -> CallFailed:
     reason = trailing.get(status.REASON_METADATA)
     if _is_full(code, details):
         message = f"{address} takes no more connections now; try again, and close those that are not needed"
-    elif reason is None and (found := stranger(exc, address)) is not None:
+    elif reason is None and (found := wrong_address(exc, address)) is not None:
         message = f"{found}; {hint}"
     elif code is grpc.StatusCode.UNAUTHENTICATED:
         message = f"{details}; set PDSERVE_CLUSTER_TOKEN to the same secret here and for `pdserve up`"
@@ -239,8 +239,8 @@ def explain(exc: Any, address: str, hint: str) -> CallFailed:
     return CallFailed(message, status=code, reason=reason)
 
 
-def stranger(exc: Any, address: str) -> str | None:
-    """Tell what is at an address where no server of this kind seems to be. None: there may be one.
+def wrong_address(exc: Any, address: str) -> str | None:
+    """Say what is at an address where no router seems to be. None: there may be one.
 
     exc: the failed call, for which the server gave no reason of ours.
     """

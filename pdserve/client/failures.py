@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import grpc
 
-from pdserve.client.command_line import explain, stranger
+from pdserve.client.command_line import explain, wrong_address
 from pdserve.client.retries import NoServer
 from pdserve.core import errors
 from pdserve.core.error_table import CLASSES, DEFAULT_RETRY_AFTER_S
@@ -28,11 +28,11 @@ made again."""
 
 
 class Server:
-    """The server at the address of a client, of which the client knows whether it has ever answered."""
+    """What a client knows of the server at its address: whether it has ever answered, and what its errors mean."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.met = False
+        self.has_answered = False
 
     def error_of(self, exc: Any) -> PdserveError:
         """Return the error of a failed call. `exc` is the grpc.RpcError, which is also the call."""
@@ -42,13 +42,13 @@ class Server:
             return errors.Unavailable(f"the server at {self.address} ended the call: it stops")
         if reason is None:
             message = explain(exc, self.address, HINT).message
-            if not self.met and stranger(exc, self.address) is not None:
+            if not self.has_answered and wrong_address(exc, self.address) is not None:
                 return NoServer(message)
             code = _BARE.get(exc.code(), ErrorCode.INTERNAL_BUG)
             if code is ErrorCode.OVERLOADED and any(sign in (exc.details() or "") for sign in _TOO_LARGE):
                 code = ErrorCode.REQUEST_TOO_LARGE
             return _made(code, message, None)
-        self.met = True
+        self.has_answered = True
         code = _CODES.get(str(reason), ErrorCode.INTERNAL_BUG)
         wait_s = _seconds(trailing.get(status.RETRY_AFTER_METADATA))
         return _made(code, " ".join((exc.details() or "no details").split()), wait_s)

@@ -7,7 +7,6 @@ at the same time: the router starts while this process loads Ray's library, and 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -17,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -160,7 +159,8 @@ class Cluster:
         Raises `Interrupted`, `ConfigError` or `ClusterError`. The caller then calls `close`.
         """
         self._begin_record()
-        plan.check_parts(self.config, runs=self._adopts)
+        if not self._adopts:  # processes that run need none of these parts any more
+            plan.check_parts(self.config)
         for role, setting, name in policies_of(self.config):
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
         if not self._joins:
@@ -199,9 +199,9 @@ class Cluster:
         self._folders = Folders.create(self.config.log_dir, before)
         if self._record is not None:
             logs, ours, kept = str(self._folders.logs), self._folders.logs_are_ours, facts or ClusterFacts("", "", False)
-            kept = dataclasses.replace(kept, token=self._token, logs=logs, logs_are_ours=ours)
+            kept = replace(kept, token=self._token, logs=logs, logs_are_ours=ours)
             joined, drain_s = self._joins or kept.joined, float(self.config.router.drain_s)
-            self._record.write_facts(dataclasses.replace(kept, joined=joined, drain_s=drain_s))
+            self._record.write_facts(replace(kept, joined=joined, drain_s=drain_s))
 
     def _assign_gpus(self, present: int) -> None:
         """Assign the GPUs that are present, or those of before while workers run for which these were assigned: a GPU or a node
@@ -213,7 +213,7 @@ class Cluster:
         self.config = assigned(self.config, present)
         self._check_running()
         if self._record is not None and facts is not None:
-            self._record.write_facts(dataclasses.replace(facts, gpus=present, assigned=digest))
+            self._record.write_facts(replace(facts, gpus=present, assigned=digest))
 
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""

@@ -38,17 +38,14 @@ LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS: Final = ("", "0.0.0.0", "::", "[::]")
 
 
-def check_parts(config: ClusterConfig, *, runs: bool) -> None:
+def check_parts(config: ClusterConfig) -> None:
     """Raise `ConfigError` for a model, a chat template, a transport or a policy that is not there.
 
-    The processes would say so as well, but after Ray has started. What needs a look into the model, they alone say. runs: the
-    processes run already, and need nothing of it any more.
+    The processes would say so as well, but after Ray has started. They alone check what only the files of the model tell.
     """
     from kvtransfer.backends import registry
     from router.service import policies
 
-    if runs:
-        return
     check_known(config.engine.model, config.engine.load_format)
     if template := config.router.chat_template:
         try:

@@ -123,7 +123,7 @@ class UnknownRequest(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The body of the request has more bytes than the limit allows."""
+    """The body of the request, or the answer that is gathered for it, has more bytes than the limit allows."""
 
     code = ErrorCode.REQUEST_TOO_LARGE
 

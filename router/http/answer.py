@@ -34,7 +34,7 @@ from router.openai.names import as_written
 from router.openai.request import Call, candidate_ids
 from router.openai.tool_chunks import Gathered, ReasoningTokens, tool_chunk
 
-LISTED_BYTES: Final = 24
+MIN_LISTED_BYTES: Final = 24
 """The JSON of one of the likeliest tokens has at least so many bytes: a number of 17 digits, and a short name in quotes. In a
 chat it has about 70."""
 ID_BYTES: Final = 8  # of a reference in a list; the numbers are shared with the delta that brought them
@@ -84,7 +84,7 @@ def _check_size(call: Call, max_bytes: int | None) -> None:
     """Refuse a whole answer that could not be gathered if it became as long as the client allows."""
     tokens = sum([request.sampling.get("max_tokens") or 0 for request in call.inputs]) * call.choices.best_of
     listed = max([request.sampling.get("logprobs") or 0 for request in call.inputs])
-    if max_bytes is not None and tokens * listed * LISTED_BYTES > max_bytes:
+    if max_bytes is not None and tokens * listed * MIN_LISTED_BYTES > max_bytes:
         message = (
             f"of {tokens} tokens in all choices, with {listed} likeliest ones each, would take over {max_bytes} bytes "
             "(router.max_inflight_answer_bytes); ask for fewer, or for a stream"

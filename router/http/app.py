@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Final
 
 from starlette.applications import Starlette
@@ -25,7 +26,7 @@ from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
 from router.http.exchange import Exchange, exchange_of
 from router.http.metrics import metrics_route
-from router.http.refusal import shortened
+from router.http.refusal import Refusal, shortened
 from router.http.reply import Reply
 from router.http.responses import respond
 from router.http.running_calls import RunningCalls
@@ -222,9 +223,8 @@ def _json(payload: object, status: int = 200) -> Response:
 
 async def _no_route(request: Request, exc: HTTPException) -> Response:
     message = f"{request.method} {shortened(request.scope['path'])}: {exc.detail}; GET /docs lists all routes"
-    code = exc.detail.lower().replace(" ", "_")
-    error = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-    return Response(encode_json(error), exc.status_code, exc.headers, media_type="application/json")
+    why = Refusal(HTTPStatus(exc.status_code), exc.detail.lower().replace(" ", "_"), message)
+    return Response(why.body, why.status, exc.headers, media_type="application/json")
 
 
 async def _failed(_: Request, exc: PdserveError) -> Response:

@@ -24,6 +24,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http import refusal, upgrade
+from router.http.body import LINGER_S
 from router.http.connections import ConnectionTable
 from router.http.exchange import EXTENSION, ConnectionExchange
 from router.http.refusal import Refusal
@@ -37,7 +38,6 @@ MAX_BETWEEN_BYTES: Final = 64 << 10  # chunk extensions and trailers without a b
 MAX_PIPELINED: Final = 16  # requests behind the one that is being answered; each costs some KiB before it is looked at
 MAX_BEHIND_BYTES: Final = 256 << 10  # of all these requests together, as much as one read of uvloop
 HEAD_TIMEOUT_S: Final = 30.0
-LINGER_S: Final = 2.0  # as in router.http.body
 MAX_DROPPED_BYTES: Final = 8 << 20  # of what a refused connection still sends; a body may have as many by default
 
 

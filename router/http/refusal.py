@@ -1,4 +1,4 @@
-"""Answers given before a route sees the request: by the protocol itself, or by the door. They have OpenAI's shape."""
+"""Answers to requests that no route sees: of the protocol, the door, and for unknown paths. They have OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -79,13 +79,16 @@ def no_tunnel() -> Refusal:
 
 def foreign_host(host: str) -> Refusal:
     """Refuse a name that is not this machine's: a web page may have pointed a name of its own here."""
-    message = f"Host: {shortened(host)!r} is no name of a server on loopback (router.allowed_hosts)"
+    message = f"Host: {shortened(host)!r} is no name of this machine; add it to router.allowed_hosts if clients call it so"
     return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
 
 
 def foreign_origin(origin: str) -> Refusal:
     """Refuse a web page that no setting allows."""
-    message = f"Origin: web pages of {shortened(origin)!r} may not use this server (router.allowed_origins, --allowed-origins)"
+    message = (
+        f"Origin: web pages of {shortened(origin)!r} may not use this server; add it to router.allowed_origins "
+        "(--allowed-origins) if they are to"
+    )
     return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
 
 

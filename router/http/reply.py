@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import PdserveError
-from pdserve.rpc.status import CORRELATION_ID_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
+from pdserve.rpc.status import CORRELATION_ID_METADATA, IGNORED_FIELDS_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
 from router.api.answer import Report
 from router.api.identity import new_request_id
 from router.api.timeline import report_json, timeline
@@ -21,7 +21,7 @@ PIECE_BYTES: Final = 64 << 10
 wait when it holds more than that."""
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
-_IGNORED: Final = b"x-pdserve-ignored-fields"
+_IGNORED: Final = IGNORED_FIELDS_METADATA.encode()
 _TIMELINE: Final = TIMELINE_METADATA.encode()
 _SSE_HEADERS: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

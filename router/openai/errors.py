@@ -10,8 +10,9 @@ from pdserve.core.error_table import TABLE, retry_after_s
 from pdserve.core.errors import ContextOverflow, ErrorCode, InvalidRequest, PdserveError, RouterStopping
 
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
-_OVERFLOW_CODE: Final = "context_length_exceeded"
 """Clients match on the codes that OpenAI itself has. For other errors our own codes say more."""
+_OVERFLOW_CODE: Final = "context_length_exceeded"
+"""OpenAI's code of a `ContextOverflow`, which is an `invalid_request` here."""
 
 
 def encode_json(payload: Any) -> bytes:

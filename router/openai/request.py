@@ -30,10 +30,8 @@ from router.openai.structured import SCHEMA, formats_left_out, read_constraint
 from router.openai.tools import read_chat, read_tool_choice
 from router.openai.unsupported import refuse_unsupported
 
-MAX_ID_CHARS: Final = 128
-_CORRELATION_ID: Final = re.compile(
-    rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}"
-)  # it becomes a response header and a field of log lines
+MAX_ID_CHARS: Final = 128  # of a client's own id, which becomes a header of the answer and a field of log lines
+_CORRELATION_ID: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
 _UNFIT: Final = re.compile(r"[^\x21-\x7e]")
 _COMPLETION: Final = msgspec.json.Decoder(CompletionBody)
 _CHAT: Final = msgspec.json.Decoder(ChatBody)

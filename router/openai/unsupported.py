@@ -32,8 +32,10 @@ INSTEAD: Final = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "previous_response_id": "input",
+    "conversation": "input",
 }
-"""The fields of a body that take the place of those that do not exist. The last three are lacking in `/v1/responses` alone."""
+"""The fields of a body that take the place of those that do not exist. The last five are lacking in `/v1/responses` alone."""
 _VALUE: Final = msgspec.json.Decoder()
 
 

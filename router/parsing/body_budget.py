@@ -58,7 +58,7 @@ class BodyShare:
             raise RequestTooLarge(f"{what}: is over the limit of {limit} bytes for all in progress ({setting})", field=what)
         if self._budget.taken_bytes + more > limit:
             raise Overloaded(
-                f"{what}: large ones in progress reach the limit of {limit} bytes ({setting})",
+                f"{what}: together with others in progress it would be over the limit of {limit} bytes ({setting})",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._budget.taken_bytes += more

@@ -192,9 +192,8 @@ def test_a_part_that_is_not_there_was_told_after_ray_had_started(config: Cluster
     with pytest.raises(ConfigError, match=re.escape(says)), cluster:
         cluster.start()
     assert started == []
-    plan.check_parts(config, runs=True)
 
 
 def test_parts_of_ones_own_and_models_to_download_are_not_looked_for() -> None:
     own = RouterConfig(prefill_policy="mine:score", decode_policy="mine:score")
-    plan.check_parts(ClusterConfig(engine=EngineConfig(model="org/name"), router=own), runs=False)
+    plan.check_parts(ClusterConfig(engine=EngineConfig(model="org/name"), router=own))

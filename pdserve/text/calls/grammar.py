@@ -95,18 +95,18 @@ class CallRules:
 
 
 def hermes(rules: CallRules) -> CallBlock:
-    """Return the rules of the form of this name. The functions below do so too."""
+    """Return the rules of the form `hermes`."""
     one, end = rules.object("arguments"), rules.word("</tool_call>")
     return CallBlock(f"blanks {one} blanks {end}")
 
 
 def granite(rules: CallRules) -> CallBlock:
-    """See `hermes`."""
+    """Return the rules of the form `granite`."""
     return CallBlock(f"blanks {rules.list()}")
 
 
 def mistral(rules: CallRules) -> CallBlock:
-    """See `hermes`."""
+    """Return the rules of the form `mistral`."""
     call_id, before = rules.word("[CALL_ID]"), rules.word("[ARGS]")
     marks = f"(({call_id} /[a-zA-Z0-9]{{1,64}}/)? {before})?"
     named = rules.each(lambda name, arguments: f"{json.dumps(name)} {marks} blanks {arguments}")
@@ -114,14 +114,14 @@ def mistral(rules: CallRules) -> CallBlock:
 
 
 def llama3_json(rules: CallRules) -> CallBlock:
-    """See `hermes`."""
+    """Return the rules of the form `llama3_json`."""
     one = rules.object("parameters")
     calls = f"""blanks {rules.several(one, '";"?')}"""
     return CallBlock(calls, calls)
 
 
 def deepseek_v3(rules: CallRules) -> CallBlock:
-    """See `hermes`."""
+    """Return the rules of the form `deepseek_v3`."""
     words = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
     begin, between, end, last = map(rules.word, words)
 
@@ -135,7 +135,7 @@ def deepseek_v3(rules: CallRules) -> CallBlock:
 
 
 def pythonic(rules: CallRules) -> CallBlock:
-    """See `hermes`. Arguments are any literals."""
+    """Return the rules of the form `pythonic`. Arguments are any literals of Python."""
     for name, body in _LITERALS.items():
         rules.rule(name, body)
     rules.rule("named", '/[a-zA-Z_][a-zA-Z0-9_]*/ blanks "=" blanks value')
@@ -146,7 +146,7 @@ def pythonic(rules: CallRules) -> CallBlock:
 
 
 def qwen3_coder(rules: CallRules) -> CallBlock:
-    """See `hermes`. Values are any texts."""
+    """Return the rules of the form `qwen3_coder`. Values are any texts."""
     rules.rule("parameter", '"<parameter=" /[^<>\\n]{1,64}/ ">" value blanks')
     rules.rule("value[lazy]", r"/(?s:.*)<\/parameter>/")
     called = rules.each(lambda name, _: json.dumps(f"<function={name}>"))

@@ -9,9 +9,9 @@ from typing import Any, Final
 from pdserve.text.calls.machine import MAX_DEPTH, CallMachine, Malformed, Steps
 
 MAX_CHARS: Final = 1 << 16  # of one list; a longer one is content
-MAX_CODE_CHARS: Final = (
-    1 << 13
-)  # outside of its strings: to parse that many takes up to 20 ms (AMD EPYC), and nobody is served then
+MAX_CODE_CHARS: Final = 1 << 13
+"""The characters of one list outside of its strings. To parse that many takes up to 20 ms (AMD EPYC), and nobody is served
+then."""
 
 
 class Pythonic(CallMachine):
