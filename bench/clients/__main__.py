@@ -1,4 +1,4 @@
-"""`python -m bench.clients`: do public clients run clean against a live cluster?
+"""`python -m bench.clients`: run public clients against a live cluster, and read whether a request failed.
 
     python -m bench.clients [NAME ...] [--model default]
 
@@ -65,7 +65,7 @@ PAGE: Final = """# Public clients that were run
 the server. Frameworks for agents run against a stand-in for a model that calls tools reliably; the router, its parsers and its
 grammars are real. [The API](api.md) says what the other clients check.
 
-| client | packages | date | clean | checked, or why it failed |
+| client | packages | date | no request failed | checked, or why it failed |
 |---|---|---|---|---|
 """
 
@@ -94,8 +94,10 @@ def write(results: Sequence[dict[str, Any]], docs: Path = DOCS) -> None:
     earlier = json.loads(path.read_text()) if path.exists() else []
     known = {one["client"]: one for one in (*earlier, *results)}
     path.write_text(json.dumps(list(known.values()), indent=1) + "\n")
-    columns = ("client", "packages", "date", "clean", "checked")
-    rows = [f"| {' | '.join(str(one[column]) for column in columns)} |\n" for one in known.values()]
+    rows = [
+        f"| {one['client']} | {one['packages']} | {one['date']} | {'yes' if one['clean'] else 'no'} | {one['checked']} |\n"
+        for one in known.values()
+    ]
     (docs / "clients.md").write_text(PAGE + "".join(rows))
 
 

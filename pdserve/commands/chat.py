@@ -31,7 +31,7 @@ FULL: Final = ("maximum context length", "max_model_len")
 @click.option("--system", default="", help="Begin the conversation with this system message.")
 @one_line_errors
 def chat(address: str, system: str, **fields: Any) -> int:
-    """Talk with the model. /help lists what can be typed besides questions.
+    """Talk with the model. /help lists the commands.
 
     Ctrl-C cancels the current answer. At the prompt, Ctrl-C and Ctrl-D end the conversation, and the arrow keys edit the
     line and bring back earlier ones. A terminal gets no control characters of the model; a pipe gets the text as it is.

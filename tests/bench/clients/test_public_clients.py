@@ -59,7 +59,7 @@ def test_a_later_run_of_a_client_replaces_its_row(tmp_path: Path) -> None:
     write([row, {**row, "client": "b"}], tmp_path)
     write([{**row, "clean": False}], tmp_path)
     assert [one["clean"] for one in json.loads((tmp_path / "results" / "clients.json").read_text())] == [False, True]
-    assert "| a | a==1 | 2026-01-01 | False | x |" in (tmp_path / "clients.md").read_text()
+    assert "| a | a==1 | 2026-01-01 | no | x |" in (tmp_path / "clients.md").read_text()
 
 
 @pytest.mark.slow
