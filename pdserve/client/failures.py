@@ -28,7 +28,7 @@ made again."""
 
 
 class Server:
-    """What a client knows of the server at its address: whether it has ever answered, and what its errors mean."""
+    """The server at the address of a client. A failed call means something else until it has answered once."""
 
     def __init__(self, address: str) -> None:
         self.address = address

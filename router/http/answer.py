@@ -163,16 +163,13 @@ class _Chunks:
         """Return the chunk of a delta, or nothing."""
         is_first = not self.tokens
         self.tokens += len(delta.ids)
+        self.reasoning.add(delta)
         chunk = b""
         if delta.calls or delta.reasoning:
-            self.reasoning.add(delta)
             chunk = tool_chunk(self._format, delta, self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None)
-        else:
-            if not delta.text or self.reasoning.waiting:
-                self.reasoning.add(delta)
-            if delta.text or delta.finish_reason or self._always:
-                told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
-                chunk = self._format.chunk(delta.text, delta.finish_reason, told, delta.stop_reason)
+        elif delta.text or delta.finish_reason or self._always:
+            told = self._logprobs.of(delta.ids, delta.logprobs) if self._logprobs else None
+            chunk = self._format.chunk(delta.text, delta.finish_reason, told, delta.stop_reason)
         if self._prompt_ids is not None:
             chunk = self._format.with_ids(chunk, delta.ids, self._prompt_ids if is_first else None)
         return self._counted(chunk)

@@ -43,17 +43,19 @@ class ReasoningTokens:
 
     def __init__(self) -> None:
         self.count = 0
-        self.waiting = 0
+        self._waiting = 0
         """Tokens that nothing came with yet. They belong to what comes next."""
 
     def add(self, delta: Delta) -> None:
-        """Count the tokens of the next delta. A delta that has text alone may be left out while none wait."""
-        tokens, self.waiting = self.waiting + len(delta.ids), 0
+        """Count the tokens of the next delta."""
+        if delta.text and not delta.reasoning and not self._waiting:
+            return  # nearly every delta: its tokens are those of the text
+        tokens, self._waiting = self._waiting + len(delta.ids), 0
         written = len(delta.text) + sum([len(call.arguments) for call in delta.calls])
         if delta.reasoning:
             self.count += max(1, round(tokens * len(delta.reasoning) / (len(delta.reasoning) + written)))
         elif not written and not delta.calls:
-            self.waiting = tokens
+            self._waiting = tokens
 
 
 class Gathered:
@@ -67,8 +69,7 @@ class Gathered:
 
     def add(self, delta: Delta) -> None:
         """Add those of the next delta."""
-        if not delta.text or delta.reasoning or self.reasoning.waiting:
-            self.reasoning.add(delta)
+        self.reasoning.add(delta)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
         for call in delta.calls:
