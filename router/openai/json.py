@@ -34,6 +34,12 @@ def refuse(field: str, message: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {message}", field=field)
 
 
+def renamed(error: InvalidRequest, field: str) -> InvalidRequest:
+    """Return the error with another name of its field, which also leads its message."""
+    told = error.message.removeprefix(error.field).removeprefix(": ")
+    return type(error)(f"{field}: {told}", field=field)
+
+
 def show(value: Any) -> str:
     """Return a client's value for a message. It is ASCII and cut, so that a huge value makes no huge error. Constants are
     those of JSON."""

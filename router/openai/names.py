@@ -9,6 +9,7 @@ from typing import Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import FIELD
 from router.openai.body import Body, ChatBody, CompletionBody
+from router.openai.json import renamed
 from router.openai.structured import SCHEMA
 
 Names = tuple[tuple[str, str], ...]
@@ -42,6 +43,5 @@ def as_written(names: Names) -> Iterator[None]:
     except InvalidRequest as exc:
         for own, written in names:
             if exc.field == own or exc.field.startswith(f"{own}."):
-                told = exc.message.removeprefix(exc.field).removeprefix(": ")
-                raise type(exc)(f"{written}: {told}", field=written) from exc
+                raise renamed(exc, written) from exc
         raise

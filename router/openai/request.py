@@ -89,22 +89,23 @@ def parse_completion(
     hints = refuse_unsupported(fields)
     call = _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
     listed = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    return replace(_without([ignored, hints, _formats(call)], call), listed=listed)
+    return replace(_with_ignored(call, [ignored, hints, _formats(call)]), listed=listed)
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Parse a body of `/v1/chat/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _CHAT)
     call = chat_call(fields, header_id, headers)
-    return _without([ignored, *_ignored_in_tools(fields), _formats(call)], call)
+    return _with_ignored(call, [ignored, *_ignored_in_tools(fields), _formats(call)])
 
 
 def _formats(call: Call) -> Ignored:
+    """Return the formats of the schemas that nobody enforces, by the names that the client wrote."""
     return formats_left_out(call.inputs[0], dict(call.names).get(SCHEMA, SCHEMA), "tools[].function.parameters")
 
 
-def _without(parts: list[Ignored], call: Call) -> Call:
-    """Return the call that tells what was left out of these parts of its body as well."""
+def _with_ignored(call: Call, parts: list[Ignored]) -> Call:
+    """Return the call, to whose ignored fields those of further parts of its body are added."""
     return replace(call, ignored=joined([call.ignored, *parts])) if any(one.count for one in parts) else call
 
 
@@ -124,7 +125,7 @@ def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = N
     hints = refuse_unsupported(fields)
     call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
     inputs = tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs)
-    return _without([hints], replace(call, inputs=inputs))
+    return _with_ignored(replace(call, inputs=inputs), [hints])
 
 
 def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: ClassHeaders, prompts: tuple[Prompt, ...]) -> Call:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.errors import InvalidRequest
+from router.openai.json import renamed
 
 _CALL: Final = re.compile(r"^messages\[([0-9]+)\]\.tool_calls\[([0-9]+)\](\.function)?")
 _MESSAGE: Final = re.compile(r"^messages\[([0-9]+)\]")
@@ -34,11 +35,8 @@ class Names:
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """Return an error of the chat with the name that the field has in the body."""
-        old = error.field
-        new = self.written(old)
-        if new == old:
-            return error
-        return type(error)(f"{new}: {error.message.removeprefix(old).removeprefix(': ')}", field=new)
+        written = self.written(error.field)
+        return error if written == error.field else renamed(error, written)
 
     def written(self, field: str) -> str:
         """Return the name in the body of a field of the chat."""
