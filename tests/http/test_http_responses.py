@@ -249,6 +249,12 @@ def test_what_is_refused_has_the_name_that_the_client_wrote(field: str, fields: 
     assert caught.value.message.startswith(field)
 
 
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_an_error_about_a_stored_conversation_did_not_say_where_to_put_it(field: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"is not supported.*; use input$"):
+        asked(**{field: "resp_1"})
+
+
 def test_items_of_calls_are_messages_of_a_chat() -> None:
     """The conversation of an agent: what the answers held goes back with the results of calls."""
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}

@@ -53,7 +53,7 @@ async def anywhere(api: FakeApi, host: str = "0.0.0.0", **limits: Any) -> AsyncI
 
 
 def refused(answer: Answer, setting: str) -> bool:
-    return (answer.status, answer.error["code"]) == (403, "forbidden") and setting in answer.error["message"]
+    return (answer.status, answer.error["code"]) == (403, "forbidden") and f"add it to {setting}" in answer.error["message"]
 
 
 @pytest.mark.parametrize(
