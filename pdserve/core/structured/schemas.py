@@ -11,7 +11,8 @@ FORMATS: Final = frozenset(
 )
 """The formats that llguidance 1.9 enforces, and the one that it takes for none. It refuses all others. For JSON Schema
 (2020-12, validation 7.2.1) a format is a remark that need not be enforced; pydantic writes `path`, `password` and more."""
-_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values have schemas by names that a client chose, which may be those of keywords."""
 _LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^\[((?!\^)(?:[^\]\\]|\\.)+)\]\*\$\)([^|]*)", re.DOTALL)
@@ -38,7 +39,7 @@ def simplify(schema: Any) -> list[str]:
         for key, value in one.items():
             if key in _SCHEMAS:
                 left.append(value)
-            elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
                 left.extend(value.values())
             elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
                 left.extend(value)

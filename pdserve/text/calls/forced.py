@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pdserve.core.structured.schemas import simplify
+from pdserve.core.structured.schemas import SCHEMAS_BY_NAME, simplify
 
 _NO_SCHEMAS: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, in which `$ref` is no reference."""
@@ -42,13 +42,18 @@ def object_schema(parameters: str) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema that has moved to `place`: its references within itself follow it."""
+def _moved(schema: Any, place: str, *, by_name: bool = False) -> Any:
+    """Return a schema that has moved to `place`: its references within itself follow it. `by_name`: it is no schema, but has
+    schemas by name, and a name may be that of a keyword."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: part if key in _NO_SCHEMAS else _moved(part, place) for key, part in schema.items()}
+    if by_name:
+        return {name: _moved(part, place) for name, part in schema.items()}
+    made = {
+        key: part if key in _NO_SCHEMAS else _moved(part, place, by_name=key in SCHEMAS_BY_NAME) for key, part in schema.items()
+    }
     target = made.get("$ref")
     if isinstance(target, str) and target.startswith("#"):
         made["$ref"] = place + target[1:]

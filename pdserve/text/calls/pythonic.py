@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from typing import Any, Final
 
 from pdserve.text.calls.machine import MAX_DEPTH, CallMachine, Malformed, Steps
@@ -12,6 +13,8 @@ MAX_CHARS: Final = 1 << 16  # of one list; a longer one is content
 MAX_CODE_CHARS: Final = 1 << 13
 """The characters of one list outside of its strings. To parse that many takes up to 20 ms (AMD EPYC), and nobody is served
 then."""
+_FORMATTED: Final = re.compile(r".?[fFtT]|[fFtT][rR]", re.DOTALL)
+"""What stands before the quote of a formatted string, which holds code."""
 
 
 class Pythonic(CallMachine):
@@ -41,15 +44,21 @@ class Pythonic(CallMachine):
             self.whole(name, arguments)
 
     def _balanced(self) -> Steps:
-        """Read a bracket and all up to the one that closes it. Brackets in strings do not count."""
+        """Read a bracket and all up to the one that closes it. Brackets in strings do not count.
+
+        Only what is surely a string here and for Python is not counted as code. Comments, continued lines and formatted strings
+        could hide any amount of code, and are in no call.
+        """
         end = len(self._read) + MAX_CHARS
         yield from self.expect("[")
         depth, code_chars = 1, 1
         while depth:
             code_chars += 1
-            if not self._char or code_chars > MAX_CODE_CHARS or depth > MAX_DEPTH:
+            if not self._char or self._char in "#\\" or code_chars > MAX_CODE_CHARS or depth > MAX_DEPTH:
                 raise Malformed
             if self._char in "'\"":
+                if _FORMATTED.fullmatch("".join(self._read[-2:])):
+                    raise Malformed
                 yield from self._quoted(end)
                 continue
             depth += (self._char in "[({") - (self._char in "])}")
@@ -59,14 +68,25 @@ class Pythonic(CallMachine):
         """Read a string, which ends before `end` characters were read."""
         quote = self._char
         yield from self.step()
-        while self._char != quote:
-            if not self._char or len(self._read) >= end:
+        if self._char != quote:
+            yield from self._up_to(quote, 1, end)
+            return
+        yield from self.step()
+        if self._char == quote:  # three quotes begin a long string
+            yield from self.step()
+            yield from self._up_to(quote, 3, end)
+
+    def _up_to(self, quote: str, count: int, end: int) -> Steps:
+        """Read the rest of a string, up to so many quotes in a row. Only a long string may have line ends."""
+        found = 0
+        while found < count:
+            if not self._char or len(self._read) >= end or (count == 1 and self._char in "\r\n"):
                 raise Malformed
+            found = found + 1 if self._char == quote else 0
             if self._char == "\\":
                 yield from self.step()
             if self._char:
                 yield from self.step()
-        yield from self.step()
 
 
 def python_calls(text: str) -> list[tuple[str, str]]:
@@ -88,7 +108,9 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None or keyword.arg in values:
             raise Malformed
         values[keyword.arg] = ast.literal_eval(keyword.value)
-    return _name(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    text.encode()  # raises ValueError for half a surrogate pair, which no answer can hold
+    return _name(node.func), text
 
 
 def _name(node: ast.expr) -> str:

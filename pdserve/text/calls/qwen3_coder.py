@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.text.calls.events import CallEnd
 from pdserve.text.calls.machine import CallMachine, Malformed, Steps
-from pdserve.text.plain_json import MAX_DEPTH, obstacle
+from pdserve.text.plain_json import obstacle
 
 _END: Final = "</parameter>"
 _STRING: Final = frozenset({"string"})
@@ -108,26 +108,43 @@ class Qwen3Coder(CallMachine):
         self._arguments.append('"' if is_text else as_json("".join(value), types))
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Return the types of JSON that a schema allows. Empty: it does not say. `root` has what it refers to."""
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return frozenset()
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of JSON that a schema allows. Empty: it does not say. `root` has what it refers to.
+
+    Each part of the schema is looked at once. Parts may refer to each other in circles and many times, so to follow each
+    reference anew could take for ever, and nobody is served then.
+    """
+    types: set[str] = set()
+    left, seen = [schema], set[int]()
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            return frozenset()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if own := _own_types(one):
+            types |= own
+            continue
+        target, options = one.get("$ref"), one.get("anyOf", one.get("oneOf"))
+        if isinstance(target, str) and target.startswith("#/"):
+            left.append(_at(root, target[2:].split("/")))
+        elif isinstance(options, list) and options:
+            left += options
+        else:
+            return frozenset()
+    return frozenset(types)
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema names itself. Empty: it names none."""
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset({named})
     if isinstance(named, list):
         return frozenset(map(str, named))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(map(_type, values))
-    target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#/"):
-        return types_of(_at(root, target[2:].split("/")), root, depth + 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            found = [types_of(option, root, depth + 1) for option in options]
-            return frozenset().union(*found) if all(found) else frozenset()
-    return frozenset()
+    return frozenset(map(_type, values)) if isinstance(values, list) else frozenset()
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

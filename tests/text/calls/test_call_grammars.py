@@ -19,6 +19,7 @@ from pdserve.structured.compiler import compile_grammar
 from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE, answer_rule
 from pdserve.structured.state import State
 from pdserve.structured.vocabulary import Vocabulary
+from pdserve.text.calls.forced import schema_of_calls
 from pdserve.text.calls.grammar import CallRules, grammar_beside_answer, grammar_of_text
 from pdserve.text.calls.output import OutputParser
 from pdserve.text.calls.registry import CALL_FORMS
@@ -163,3 +164,17 @@ def test_any_constraint_may_stand_beside_calls(answer: Constraint, texts: tuple[
     for text in (*texts, write(CALLS)):
         assert allows(state, text, special=False)
         assert not allows(state, text + "x", special=False)
+
+
+def test_required_calls_keep_what_arguments_named_like_keywords_refer_to() -> None:
+    names = ("const", "default", "enum", "examples", "properties", "$ref")
+    parameters = {
+        "type": "object",
+        "properties": {name: {"$ref": "#/$defs/enum"} for name in names},
+        "$defs": {"enum": {"type": "null"}},
+    }
+    schema = schema_of_calls({"f": json.dumps(parameters)}, None)
+    state = State(compile_grammar(model(special=False)[1], Constraint(ConstraintKind.JSON_SCHEMA, schema)))
+    for value, wanted in (("null", True), ("1", False)):
+        arguments = ", ".join(f'"{name}": {value}' for name in names)
+        assert allows(state, f'[{{"name": "f", "parameters": {{{arguments}}}}}]', special=False) == wanted

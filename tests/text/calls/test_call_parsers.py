@@ -210,6 +210,7 @@ MALFORMED = {
     "an expression": ("pythonic", "[f(a=1 + g())]"),
     "an infinite number": ("pythonic", "[f(a=1e999)]"),
     "two equal names": ("pythonic", "[f(a=1, a=2)]"),
+    "half a surrogate pair": ("pythonic", r"[f(a='\ud800')]"),
     "other marks": ("deepseek_v3", "<｜tool▁calls▁begin｜>f<｜tool▁call▁end｜>"),
     "nothing after the mark": ("granite", "<|tool_call|>"),
     "deep nesting": ("hermes", '<tool_call>{"x": ' + "[" * 70 + "]" * 70 + "}</tool_call>"),

@@ -1,13 +1,16 @@
-"""A million characters that a hostile client makes a model write, in pieces of one: the parsers read each of them once."""
+"""What a hostile client makes a model write, in pieces of one character: the parsers read each of them once."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
+from pdserve.text.calls import pythonic
 from pdserve.text.calls.events import Content, EventParser, Reasoning
 from pdserve.text.calls.output import OutputParser
+from pdserve.text.calls.qwen3_coder import types_of
 from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS
 from pdserve.text.stops import StopScanner
@@ -52,6 +55,34 @@ def test_each_form_of_calls_is_read_in_linear_time(form, shape):
     }[shape]
     text = begin + unit * (CHARS // len(unit))
     assert spoken(OutputParser(None, CALL_FORMS[form].machine(["f"])), text) == text
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    ["f'{1}'", "rF'{1}'", "fr'{1}'", '\nf"""{1}"""', "1, # '\n1, '", "1 \\\n", "'a\n'"],
+)
+def test_code_that_hides_among_strings_is_not_parsed(monkeypatch, hidden):
+    """Python parses a megabyte of strings at once, and code of a few thousand characters in many milliseconds."""
+    parsed: list[str] = []
+    monkeypatch.setattr(pythonic, "python_calls", lambda text: parsed.append(text) or [])
+    text = f"[f(a=[{hidden}])]"
+    assert spoken(OutputParser(None, CALL_FORMS["pythonic"].machine(["f"])), text) == text
+    assert not parsed
+
+
+def test_types_are_found_at_once_where_a_schema_names_its_parts_again_and_again():
+    class Part(dict[str, Any]):
+        looks = 0
+
+        def get(self, *key: Any) -> Any:
+            Part.looks += 1
+            assert Part.looks < 2_000
+            return super().get(*key)
+
+    parts: dict[str, Any] = {f"a{i}": Part(anyOf=[Part({"$ref": f"#/$defs/a{(i + 1) % 60}"})] * 2) for i in range(60)}
+    assert types_of({"$ref": "#/$defs/a0"}, {"$defs": parts}) == frozenset()
+    parts["a59"] = {"type": "string"}
+    assert types_of({"$ref": "#/$defs/a0"}, {"$defs": parts}) == {"string"}
 
 
 @pytest.mark.slow
