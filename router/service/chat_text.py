@@ -24,10 +24,9 @@ _AFTER: Final = 'Calls are written as a JSON list: [{"name": ..., "parameters": 
 
 def chat_chars(chat: ChatPrompt) -> int:
     """Return the number of characters that a client wrote, about."""
-    messages = sum(
-        len(m.content or "") + len(m.reasoning) + sum(len(call.arguments) for call in m.calls) for m in chat.messages
-    )
-    return messages + sum(len(tool.parameters) + len(tool.description) for tool in chat.tools) + len(chat.variables)
+    messages = sum(len(m.content or "") + len(m.reasoning) + len(m.name) + len(m.call_id) for m in chat.messages)
+    calls = sum(len(call.arguments) + len(call.name) + len(call.id) for m in chat.messages for call in m.calls)
+    return messages + calls + sum(len(tool.parameters) + len(tool.description) for tool in chat.tools) + len(chat.variables)
 
 
 def chat_parts(chat: ChatPrompt) -> int:

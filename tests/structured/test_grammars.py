@@ -171,6 +171,7 @@ def test_a_format_that_the_compiler_does_not_know_forbids_nothing_and_a_known_on
         assert takes(compiler, '"no form at all"', type="string", format=name) == (name == "unknown")
     for name in ("path", "password", "json-string", "int64", "regex", "uri-reference", "iri", "binary"):
         assert takes(compiler, '"no form at all"', type="string", format=name)
+    assert takes(compiler, '["no form"]', type="array", items=[{"type": "string", "format": "path"}])
     inner = {"anyOf": [{"type": "integer", "format": "int32"}, {"$ref": "#/$defs/file"}]}
     wanted = {"type": "array", "items": inner, "$defs": {"file": {"type": "string", "format": "path", "minLength": 2}}}
     assert takes(compiler, '[7, "ab"]', **wanted)

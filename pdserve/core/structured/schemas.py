@@ -13,7 +13,7 @@ FORMATS: Final = frozenset(
 (2020-12, validation 7.2.1) a format is a remark that need not be enforced; pydantic writes `path`, `password` and more."""
 SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose values have schemas by names that a client chose, which may be those of keywords."""
-_LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+_LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # the last one up to 2019-09
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^\[((?!\^)(?:[^\]\\]|\\.)+)\]\*\$\)([^|]*)", re.DOTALL)
 """A pattern that begins with "not only these characters", which pydantic writes for `Decimal`."""
@@ -37,12 +37,12 @@ def simplify(schema: Any) -> list[str]:
             formats[form] = None
         _drop_look_ahead(one)
         for key, value in one.items():
-            if key in _SCHEMAS:
-                left.append(value)
+            if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+                left.extend(value)
             elif key in SCHEMAS_BY_NAME and isinstance(value, dict):
                 left.extend(value.values())
-            elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
-                left.extend(value)
+            elif key in _SCHEMAS:
+                left.append(value)
     return list(formats)
 
 

@@ -43,14 +43,16 @@ def object_schema(parameters: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str, *, by_name: bool = False) -> Any:
-    """Return a schema that has moved to `place`: its references within itself follow it. `by_name`: it is no schema, but has
-    schemas by name, and a name may be that of a keyword."""
+    """Return a schema that has moved to `place`: its references within itself follow it. Those of a schema with an id of its
+    own are relative to that. `by_name`: it is no schema, but has schemas by name, and a name may be that of a keyword."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if by_name:
         return {name: _moved(part, place) for name, part in schema.items()}
+    if "$id" in schema:
+        return schema
     made = {
         key: part if key in _NO_SCHEMAS else _moved(part, place, by_name=key in SCHEMAS_BY_NAME) for key, part in schema.items()
     }

@@ -27,7 +27,7 @@ from router.openai.responses.events import ResponseWriter
 from router.openai.responses.request import parse_responses
 from router.openai.tool_chunks import Gathered
 from router.service.buffered_generation import BufferedGeneration
-from router.service.chat_text import chat_text
+from router.service.chat_text import chat_chars, chat_text
 from router.service.parsed_generation import ParsedGeneration
 
 ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
@@ -155,3 +155,17 @@ def test_a_template_that_shows_no_tools_gets_them_told() -> None:
     assert chat_text(ChatTemplate(PLAIN, {}), ChatPrompt(talk)) == f"[user]Go\n{rest}"
     with pytest.raises(InvalidRequest, match="no system"):
         chat_text(ChatTemplate(NO_SYSTEM, {}), with_system)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage("assistant", None, (ToolCall("c", "f" * 99, "{}"),)),
+        ChatMessage("assistant", None, (ToolCall("c" * 99, "f", "{}"),)),
+        ChatMessage("tool", "4", call_id="c" * 99),
+        ChatMessage("user", "Hi", name="n" * 99),
+    ],
+)
+def test_a_long_name_or_id_counts_as_text_that_takes_time_to_render(message: ChatMessage) -> None:
+    """Only contents and arguments counted, so a name of megabytes was rendered on the loop."""
+    assert chat_chars(ChatPrompt((message,))) >= 99

@@ -166,15 +166,13 @@ def test_any_constraint_may_stand_beside_calls(answer: Constraint, texts: tuple[
         assert not allows(state, text + "x", special=False)
 
 
-def test_required_calls_keep_what_arguments_named_like_keywords_refer_to() -> None:
-    names = ("const", "default", "enum", "examples", "properties", "$ref")
-    parameters = {
-        "type": "object",
-        "properties": {name: {"$ref": "#/$defs/enum"} for name in names},
-        "$defs": {"enum": {"type": "null"}},
-    }
+@pytest.mark.parametrize("own_id", [{}, {"$id": "https://example.com/tool.json"}])
+def test_required_calls_keep_what_arguments_named_like_keywords_refer_to(own_id: dict[str, str]) -> None:
+    names = ("const", "default", "enum", "examples", "properties", "$ref", "$id")
+    arguments = {name: {"$ref": "#/$defs/enum"} for name in names}
+    parameters = {"type": "object", "properties": arguments, "$defs": {"enum": {"type": "null"}}, **own_id}
     schema = schema_of_calls({"f": json.dumps(parameters)}, None)
     state = State(compile_grammar(model(special=False)[1], Constraint(ConstraintKind.JSON_SCHEMA, schema)))
     for value, wanted in (("null", True), ("1", False)):
-        arguments = ", ".join(f'"{name}": {value}' for name in names)
-        assert allows(state, f'[{{"name": "f", "parameters": {{{arguments}}}}}]', special=False) == wanted
+        told = ", ".join(f'"{name}": {value}' for name in names)
+        assert allows(state, f'[{{"name": "f", "parameters": {{{told}}}}}]', special=False) == wanted
