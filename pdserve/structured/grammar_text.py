@@ -49,8 +49,8 @@ def _grammar(language: str, value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """Write a text as a literal of Lark, whose escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+    """Write a text as a literal of Lark, whose escapes are those of JSON. Unlike JSON, it has no control character DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _schema(text: str) -> dict[str, Any]:

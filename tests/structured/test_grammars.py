@@ -66,8 +66,8 @@ def test_each_kind_of_constraint_is_enforced(compiler, vocabulary, tokenizer):
     rng = random.Random(5)
     cases = {
         Constraint(K.REGEX, "[a-z]{2,6}=[0-9]{1,3}"): lambda text: re.fullmatch("[a-z]{2,6}=[0-9]{1,3}", text),
-        Constraint(K.CHOICE, choices=("yes", 'say "no"\n', "\\", "ja—nein", "yes please")): (
-            lambda text: text in ("yes", 'say "no"\n', "\\", "ja—nein", "yes please")
+        Constraint(K.CHOICE, choices=("yes", 'say "no"\n', "\\", "ja—nein", "yes please", "\x7f")): (
+            lambda text: text in ("yes", 'say "no"\n', "\\", "ja—nein", "yes please", "\x7f")
         ),
         Constraint(K.LARK, 'start: "(" start ")" | "x"'): lambda text: (
             re.fullmatch(r"\(*x\)*", text) and text.count("(") * 2 + 1 == len(text)
