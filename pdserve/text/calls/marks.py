@@ -1,7 +1,7 @@
 """Marks that are special tokens, put back into a text that was made without special tokens.
 
-A worker's text has no special tokens, but the ids that come with it do. So the place of each mark is known exactly, and no text
-that merely looks like a mark is taken for one.
+A worker's text has no special tokens, but the ids that come with it do. So the place of each mark is known exactly. A text that
+a model spells like a mark with other tokens is read as one too: some models have no special tokens for their marks.
 """
 
 from __future__ import annotations
