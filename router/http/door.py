@@ -70,6 +70,9 @@ class Door:
         encoding = header(scope, "content-encoding")
         if encoding is not None and encoding.strip().lower() not in ("", "identity"):
             return refusal.encoded_body(encoding)
+        transfer = header(scope, "transfer-encoding")
+        if transfer is not None and transfer.strip().lower() != "chunked":
+            return refusal.encoded_transfer(transfer)
         return None
 
     def _is_local(self, host: str) -> bool:

@@ -98,6 +98,12 @@ def encoded_body(encoding: str) -> Refusal:
     return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
 
 
+def encoded_transfer(encoding: str) -> Refusal:
+    """Refuse a body that is encoded for its way (RFC 9112 section 6.1)."""
+    message = f"Transfer-Encoding: {shortened(encoding)!r} is not supported; only 'chunked' is"
+    return Refusal(HTTPStatus.NOT_IMPLEMENTED, "not_implemented", message)
+
+
 def shortened(text: str) -> str:
     """Return what a client wrote, cut to a length that an error may quote."""
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."

@@ -196,3 +196,17 @@ def test_a_compressed_body_was_called_invalid_json(encoding: str) -> None:
             writer.close()
 
     asyncio.run(run())
+
+
+def test_a_body_that_is_encoded_on_its_way_was_read_as_if_it_were_not() -> None:
+    async def run() -> None:
+        async with served(FakeApi()) as base:
+            reader, writer = await connect(base)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip, chunked\r\n\r\n"
+            writer.write(head.encode() + b"0\r\n\r\n")
+            answer = await read_answer(reader)
+            assert answer.status == 501
+            assert "Transfer-Encoding" in answer.error["message"]
+            writer.close()
+
+    asyncio.run(run())
