@@ -118,3 +118,5 @@ class DemandCounts:
     ttft_missed: int = 0
     tpot_met: int = 0
     tpot_missed: int = 0
+    placed_prompt_tokens: int = 0
+    prefill_prompt_tokens: int = 0

@@ -19,6 +19,8 @@ _COUNTERS: Final = {
     "requests": "Requests that were admitted.",
     "prompt_tokens": "Prompt tokens of the requests that were admitted.",
     "output_tokens": "Tokens that were sent to clients.",
+    "placed_prompt_tokens": "Prompt tokens that some worker began to compute, or had cached.",
+    "prefill_prompt_tokens": "Those of placed_prompt_tokens that prefill workers got.",
     "refused": "Requests that were refused at once because of the load.",
     "ttft_met": "Ended requests that met their target for the first token.",
     "ttft_missed": "Ended requests that missed their target for the first token.",

@@ -5,13 +5,14 @@ demand = max(forecast, measured + backlog / horizon_s)
 measured = max(mean tokens/s, mean requests/s * tokens of a request)
 forecast = the larger one of trend and season, over start_s
 ```
-Requests tell of outputs before the outputs come, and of prompts that a full queue refuses: hence the second part of `measured`.
-A forecast never lowers a demand.
+Prompt tokens are prefill's demand as far as prefill workers get them and do not have their KV. What decode workers compute
+counts as their time (`need.py`). Requests tell of outputs before the outputs come, and of prompts that a full queue refuses:
+hence the second part of `measured`. A forecast never lowers a demand.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.planner.means import NO_MEAN, NO_TREND, Mean, Trend
@@ -96,13 +97,15 @@ class Traffic:
     output_ratio: Ratio = NO_RATIO
     cached: Mean = NO_MEAN
     """The share of the prompt tokens whose KV prefill workers had."""
+    placed: Mean = NO_MEAN
+    """The share of the prompt tokens that prefill workers get."""
 
     def add(self, observed: Observations, settings: PlannerSettings) -> Traffic:
         """Return the traffic with an interval. The rates of its demand must be known."""
         demand, now_s, interval_s = observed.demand, observed.now_s, observed.interval_s
         requests = demand.requests_per_s or 0.0
         prompt, output = demand.prompt_tokens_per_s or 0.0, demand.output_tokens_per_s or 0.0
-        share = observed.prefill.cached_share
+        share, placed = observed.prefill.cached_share, demand.prefill_share
         is_free = not demand.queued_requests and not demand.refused_per_s
         return Traffic(
             self.requests.add(requests, now_s, interval_s, settings),
@@ -111,6 +114,7 @@ class Traffic:
             self.prompt_ratio.add(prompt, requests, interval_s, is_free, settings),
             self.output_ratio.add(output, requests, interval_s, is_free, settings),
             self.cached if share is None else self.cached.add(min(share, 1.0), interval_s, settings.memory_s),
+            self.placed if placed is None else self.placed.add(min(placed, 1.0), interval_s, settings.smoothing_s),
         )
 
 
@@ -129,13 +133,22 @@ class PhaseDemand:
     total: float
     request_tokens: float | None
     """The tokens of a request. None: there was no request yet."""
+    elsewhere: float | None = None
+    """Prompt tokens a second that the other pool computes. None: nobody has told where prompts are computed."""
 
 
 def prompt_demand(traffic: Traffic, observed: Observations, settings: PlannerSettings) -> PhaseDemand:
-    """Return the demand of the prefill pool: prompt tokens whose KV is not cached."""
-    computed = 1 - (traffic.cached.value or 0.0)
+    """Return the demand of the prefill pool: the prompt tokens that its workers get and whose KV they do not have."""
+    uncached, share = 1 - (traffic.cached.value or 0.0), traffic.placed.value
+    computed = uncached if share is None else uncached * share
     waiting = (observed.demand.queued_prompt_tokens or 0.0) * computed + (observed.prefill.queued_tokens or 0.0)
-    return _demand(traffic, traffic.prompt, traffic.prompt_ratio.value, computed, waiting, observed.now_s, settings)
+    ratio = traffic.prompt_ratio.value
+    demand = _demand(traffic, traffic.prompt, ratio, computed, waiting, observed.now_s, settings)
+    return replace(
+        demand,
+        request_tokens=None if ratio is None else ratio * uncached,  # those that stay on decode workers are the shorter ones
+        elsewhere=None if share is None else traffic.prompt.measured() * (1 - share),
+    )
 
 
 def output_demand(traffic: Traffic, observed: Observations, settings: PlannerSettings) -> PhaseDemand:

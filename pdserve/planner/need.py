@@ -1,19 +1,21 @@
 """The need of each pool: its demand divided by the rate of one worker at which requests still meet their targets.
 
 ```
-prefill = max(workers_for_wait(demand / rate), busy workers / max_utilisation) * correction
-decode  = max(demand / (sequences / step(sequences)), used workers) * correction
+prefill = max(workers_for_wait(min(demand / rate, 2 * busy workers)), busy workers / max_utilisation) * correction
+decode  = max(demand / (sequences / step(sequences)) + busy with prompts / max_utilisation, used workers) * correction
 used    = ready * max(held share of the KV / kv_share, running share of the sequences / sequences_share)
 ```
-Busy and used workers are what was measured of the whole pool. They guard against a rate that is learned wrong.
+Busy and used workers are what was measured of the whole pool. They guard against a rate that is learned wrong: from below
+always, and from above while prefill workers have time to spare and no request waits in the router or is refused there.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.planner.demand import PhaseDemand
+from pdserve.planner.demand import NOTHING, PhaseDemand
 from pdserve.planner.limits import MOST_WORKERS, Targets
 from pdserve.planner.means import NO_MEAN, Mean
 from pdserve.planner.observations import Observations, PoolObserved
@@ -21,15 +23,31 @@ from pdserve.planner.settings import PlannerSettings
 from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, Room, Steps, room
 from pdserve.planner.waits import wait_within, workers_for_wait
 
+BUSY_TRUST: Final = 2.0
+"""The largest load of prefill workers that is believed, as a multiple of what they were busy with. The mean of the demand runs
+ahead of what is computed by a few seconds, and a factor of 2 is more than such a lead makes of a rising load."""
+FEWEST_BUSY_S: Final = 1.0
+"""A rate is known once so many seconds of it were seen: 20 steps of 50 ms. A probe alone, of a few tokens in a step of its own,
+shows a rate that is many times too low."""
+FEWEST_WORKERS: Final = 0.05
+"""The least need of prefill workers while clients send prompts: one, although decode workers compute all of them for now.
+Without it nobody would see that longer ones come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
     """The planner's memory of the workers of both pools."""
 
     prompt_rate: Mean = NO_MEAN
-    """Prompt tokens that a worker computes in a busy second."""
+    """Prompt tokens that a prefill worker computes in a busy second. It forgets by busy seconds: an interval with few tokens,
+    whose steps are slow for each of them, changes little."""
     prefill_busy: Mean = NO_MEAN
     """Prefill workers that are busy."""
+    prefill_spare: bool = False
+    """The prefill workers had time to spare in the last interval, and no request waited or was refused: what they were busy
+    with is all that clients wanted of them."""
+    prompts: Mean = NO_MEAN
+    """Decode workers that are busy with prompts."""
     steps: Steps = NO_STEPS
     sequences: Mean = NO_MEAN
     """Running sequences of a decode worker, and below the share of its KV blocks that is held: of the same intervals."""
@@ -43,9 +61,16 @@ class Workers:
         prefill, decode, dt = observed.prefill, observed.decode, observed.interval_s
         rate, sequences, kv_used = prefill.busy_tokens_per_s, decode.sequences or 0.0, min(decode.kv_used or 0.0, 1.0)
         runs = sequences >= FEWEST_SEQUENCES
+        busy = None if prefill.utilisation is None else min(prefill.utilisation, 1.0)
+        is_free = not observed.demand.queued_requests and not observed.demand.refused_per_s
+        prompts = decode.ready * min(decode.prompt_share or 0.0, 1.0)
         return Workers(
-            self.prompt_rate.add(rate, dt, settings.memory_s) if rate else self.prompt_rate,
-            self._busy(prefill.ready, prefill.utilisation, dt, settings),
+            self.prompt_rate.add(rate, dt * min(prefill.ready * busy, 1.0), settings.memory_s)
+            if rate and busy is not None
+            else self.prompt_rate,
+            self._busy(prefill.ready, busy, dt, settings),
+            busy is not None and busy < settings.max_utilisation and is_free,
+            self.prompts.add(prompts, dt, settings.smoothing_s),
             self.steps.add(sequences, decode.step_s or 0.0, observed.now_s, dt, settings),
             self.sequences.add(sequences, dt, settings.memory_s) if runs else self.sequences,
             self.kv_used.add(kv_used, dt, settings.memory_s) if runs else self.kv_used,
@@ -57,7 +82,12 @@ class Workers:
         """Return the mean of busy prefill workers with an interval. An unknown share changes nothing."""
         if utilisation is None and ready:
             return self.prefill_busy
-        return self.prefill_busy.add(ready * min(utilisation or 0.0, 1.0), interval_s, settings.smoothing_s)
+        return self.prefill_busy.add(ready * (utilisation or 0.0), interval_s, settings.smoothing_s)
+
+    def tokens_per_s(self, settings: PlannerSettings) -> float | None:
+        """Return the prompt tokens that a prefill worker computes in a busy second. None: too few were seen to tell."""
+        is_known = self.prompt_rate.weight >= 1 - math.exp(-FEWEST_BUSY_S / settings.memory_s)
+        return self.prompt_rate.value if is_known else None
 
     def kv_per_sequence(self) -> float | None:
         """Return the share of a worker's KV blocks that one sequence holds. None: nobody ran yet."""
@@ -86,16 +116,23 @@ class Need:
     """The rate of a prefill worker that is always busy."""
     measured_workers: float = 0.0
     """The workers that the measured load of the pool needs."""
+    prompt_workers: float = 0.0
+    """The decode workers that are needed for the prompts that they compute."""
     room: Room | None = None
 
 
 def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
     """Return the need of the prefill pool."""
-    measured = (workers.prefill_busy.value or 0.0) / settings.max_utilisation
-    rate = workers.prompt_rate.value
+    busy = workers.prefill_busy.value
+    measured = (busy or 0.0) / settings.max_utilisation
+    fewest = FEWEST_WORKERS if (demand.elsewhere or 0.0) > NOTHING else 0.0
+    rate = workers.tokens_per_s(settings)
     if not rate:
-        return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
+        is_known = demand.total <= 0 or (demand.elsewhere is not None and workers.prefill_spare)
+        return Need(demand, max(measured, fewest) if is_known else None, measured_workers=measured)
     load = min(demand.total / rate, float(MOST_WORKERS))
+    if workers.prefill_spare and busy:  # a season may ask for more than is needed now
+        load = min(load, max(BUSY_TRUST * busy, demand.season / rate))
     count = load / settings.max_utilisation
     if targets.ttft_s is not None and demand.request_tokens:
         service_s = min(demand.request_tokens / rate, targets.ttft_s)
@@ -103,7 +140,7 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
         miss, variation = 1 - targets.attainment, settings.prompt_variation
         count = workers_for_wait(load, service_s, wait_s, miss, variation, settings.max_utilisation)
     allowed = rate * load / count if count > 0 else rate * settings.max_utilisation
-    return Need(demand, max(count, measured), allowed, rate, measured)
+    return Need(demand, max(count, measured, fewest), allowed, rate, measured)
 
 
 def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
@@ -113,5 +150,6 @@ def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, setting
     if line is None:
         return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
     each = room(line, workers.steps.trusted(), targets.tpot_s, workers.max_sequences, workers.kv_per_sequence(), settings)
-    count = min(demand.total / each.tokens_per_s, float(MOST_WORKERS))
-    return Need(demand, max(count, measured), each.tokens_per_s, None, measured, each)
+    prompts = (workers.prompts.value or 0.0) / settings.max_utilisation
+    count = min(demand.total / each.tokens_per_s, float(MOST_WORKERS)) + prompts
+    return Need(demand, max(count, measured), each.tokens_per_s, None, measured, prompts, each)

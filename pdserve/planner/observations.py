@@ -23,6 +23,8 @@ class DemandObserved:
     longest_wait_s: float | None = None
     refused_per_s: float | None = None
     """Requests that were refused because of the load."""
+    prefill_share: float | None = None
+    """The share of the prompt tokens that prefill workers got, [0, 1]. Decode workers compute the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class PoolObserved:
     """Prompt tokens that wait on the pool's workers."""
     cached_share: float | None = None
     """The share of the prompt tokens whose KV the workers had, [0, 1]."""
+    prompt_share: float | None = None
+    """The share of the interval that prompts took, [0, 1], as a mean over the workers. Where a step also decodes, only what it
+    takes longer than a step without a prompt counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,7 @@ def _demand(met: _Counts, after: ClusterReading) -> DemandObserved:
         queued_prompt_tokens=_known(after.demand.queued_prompt_tokens),
         longest_wait_s=_known(after.demand.longest_wait_s),
         refused_per_s=met.rate("refused"),
+        prefill_share=_at_most_1(_ratio(met.grown("prefill_prompt_tokens"), met.grown("placed_prompt_tokens"))),
     )
 
 
@@ -149,6 +150,7 @@ def _pool(
         kv_used=_mean([_kv_used(w.load) for w in ready]),
         queued_tokens=_sum([_known(w.load.queued_tokens) for w in ready]) if ready else None,
         cached_share=_cached(spans),
+        prompt_share=_mean([min(1.0, s.prompt_s / s.seconds) for s in spans]),
     )
 
 
@@ -159,6 +161,8 @@ class _Span:
     seconds: float
     tokens: float
     busy_s: float
+    prompt_s: float
+    """The time that prompts added to the steps."""
     queried: float
     hit: float
 
@@ -171,12 +175,16 @@ class _Span:
             if role is Role.PREFILL
             else _grown(old.output_tokens, new.output_tokens)
         )
-        busy_s = _sum([_grown(old.prompt_busy_s, new.prompt_busy_s), _grown(old.decode_busy_s, new.decode_busy_s)])
+        prompt_s = _grown(old.prompt_busy_s, new.prompt_busy_s)
+        busy_s = _sum([prompt_s, _grown(old.decode_busy_s, new.decode_busy_s)])
         queried = _grown(old.prefix_queried_tokens, new.prefix_queried_tokens)
         hit = _grown(old.prefix_hit_tokens, new.prefix_hit_tokens)
-        if seconds is None or tokens is None or busy_s is None or queried is None or hit is None:
+        if seconds is None or tokens is None or prompt_s is None or busy_s is None or queried is None or hit is None:
             return None
-        return cls(seconds, tokens, busy_s, queried, hit)
+        if new.running_sequences > 0:
+            decodes_s = (_grown(old.prompt_steps, new.prompt_steps) or 0.0) * (_known(new.decode_step_s) or 0.0)
+            prompt_s = max(0.0, prompt_s - decodes_s)
+        return cls(seconds, tokens, busy_s, prompt_s, queried, hit)
 
 
 def _cached(spans: list[_Span]) -> float | None:
@@ -194,7 +202,7 @@ def _step_s(role: Role, load: WorkerLoad) -> float | None:
 def _kv_used(load: WorkerLoad) -> float | None:
     blocks = load.blocks
     share = _ratio(_known(blocks.held + blocks.quarantined), _known(blocks.total))
-    return None if share is None else min(1.0, share)
+    return _at_most_1(share)
 
 
 def _known(value: float) -> float | None:
@@ -220,6 +228,10 @@ def _share(part: float | None, rest: float | None) -> float | None:
     if part is None or rest is None or part < 0.0 or rest < 0.0:
         return None
     return _ratio(part, part + rest)
+
+
+def _at_most_1(share: float | None) -> float | None:
+    return None if share is None else min(1.0, share)
 
 
 def _sum(values: list[float | None]) -> float | None:

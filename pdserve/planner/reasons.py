@@ -6,7 +6,7 @@ from pdserve.core.worker import Role
 from pdserve.planner.demand import PhaseDemand
 from pdserve.planner.hysteresis import PoolMemory
 from pdserve.planner.limits import Limits, PoolSizes, Targets
-from pdserve.planner.need import Need
+from pdserve.planner.need import FEWEST_WORKERS, Need
 from pdserve.planner.policy import PolicySize
 from pdserve.planner.settings import PlannerSettings
 
@@ -17,7 +17,10 @@ def need_sentence(role: Role, need: Need, correction: float, targets: Targets, s
     demand = need.demand
     if need.workers is None:
         return f"The rate of a {role.value} worker is not known yet, so the {role.value} pool keeps its size."
-    if demand.total <= 0:
+    if role is Role.PREFILL and need.workers == FEWEST_WORKERS and demand.elsewhere is not None:
+        where = f"decode workers take {_number(demand.elsewhere)} tokens/s of them"
+        return f"The prompts need no more than one prefill worker: {where}."
+    if demand.total <= 0 and need.workers <= 0:
         return f"The {what} need no {role.value} worker: nothing comes and nothing waits."
     count = need.workers * correction
     corrected = (
@@ -28,7 +31,8 @@ def need_sentence(role: Role, need: Need, correction: float, targets: Targets, s
     if served and need.measured_workers >= need.workers > 0:
         measure = f"are busy for {settings.max_utilisation:.0%} of the time" if role is Role.PREFILL else "hold their KV"
         return f"{begin}so many, with room to spare, {measure} at the load that was measured."
-    return f"{begin}{_demanded(demand, settings)}{served}."
+    prompts = f", and prompts keep {need.prompt_workers:.1f} busy" if need.prompt_workers >= 0.05 else ""
+    return f"{begin}{_demanded(demand, settings)}{served}{prompts}."
 
 
 def policy_sentence(role: Role, answer: PolicySize, wanted: int) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import RequestId, WorkerId
 from pdserve.core.sampling import Placement
+from pdserve.core.worker import Role
 from router.core.events import Effects, EffectsThen, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
 from router.core.machines.request_machine import RequestEvent
@@ -261,6 +262,7 @@ class Dispatcher:
             scores=self._placer.scores,
         )
         worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
+        self._requests.demand.placed(request, Role.PREFILL)
         yield SendPrefill(worker.link, request.work(work.handle))
         return True
 

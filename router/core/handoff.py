@@ -63,6 +63,7 @@ class Handoff:
             yield from self._attach(request, now_s)
         elif request.placement is Placement.COLOCATED:
             request.machine.move(_E.RESERVED_LOCAL)
+            self._requests.demand.placed(request, Role.DECODE)
         else:
             yield from self._prefill(request, _E.RESERVED, now_s)
 

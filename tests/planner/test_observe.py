@@ -21,7 +21,7 @@ from pdserve.planner.observations import Observations
 from pdserve.planner.observe import ClusterReading, WorkerReading, observe
 from router.grpc.cluster_state import cluster_state_to_wire
 
-SHARES = {"utilisation", "kv_used", "cached_share", "ttft_met", "tpot_met"}
+SHARES = {"utilisation", "kv_used", "cached_share", "prompt_share", "prefill_share", "ttft_met", "tpot_met"}
 IDLE = WorkerLoad(BlockCounts(100, 100, 0, 0, 0))
 
 
@@ -69,6 +69,20 @@ def test_rates_and_shares_of_an_interval() -> None:
     assert (decode.tokens_per_s, decode.utilisation, decode.step_s) == (20.0, 0.45, 0.02)
     assert decode.busy_tokens_per_s == pytest.approx(200 / 4.5)
     assert (decode.sequences, decode.max_sequences, decode.kv_used, decode.cached_share) == (6.0, 8.0, 0.6, None)
+
+
+def test_where_prompts_were_computed_and_what_they_took() -> None:
+    """Ten steps of the decode worker computed prompts in 1 s; ten steps that only decode would have taken 0.2 s. The other
+    worker decodes nothing, so all of its step is the prompt's."""
+    old = [worker(name, Role.DECODE, uptime_s=1.0) for name in ("d0", "d1")]
+    new = [
+        worker("d0", Role.DECODE, uptime_s=11.0, prompt_busy_s=1.0, prompt_steps=10, decode_step_s=0.02, running_sequences=4),
+        worker("d1", Role.DECODE, uptime_s=11.0, prompt_busy_s=4.0, prompt_steps=10, decode_step_s=0.02),
+    ]
+    counts = {"placed_prompt_tokens": 500, "prefill_prompt_tokens": 100}
+    seen = observe(reading(1.0, *old, uptime_s=1.0), reading(11.0, *new, uptime_s=11.0, **counts))
+    assert (seen.demand.prefill_share, seen.decode.prompt_share) == (0.2, pytest.approx(0.24))
+    assert observe(reading(1.0, uptime_s=1.0), reading(11.0, uptime_s=11.0)).demand.prefill_share is None
 
 
 def test_the_first_reading_has_no_rates_and_still_counts_workers() -> None:
@@ -130,7 +144,7 @@ def test_who_comes_and_who_leaves() -> None:
 def test_the_wire_carries_a_reading() -> None:
     one = worker("p0", computed_prompt_tokens=7, uptime_s=2.5)
     snapshot = WorkerSnapshot(one.hello, one.load, 0.5, 3)
-    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10)
+    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10, 12, 11)
     wire = cluster_state_to_wire(ClusterSnapshot(9, 4, 0, (snapshot,), demand=demand), 16)
     assert reading_of(wire, at_s=2.0) == ClusterReading(2.0, 9, 4, demand, (one,))
 
@@ -150,6 +164,7 @@ LOADS = st.builds(
     max_num_batched_tokens=COUNTS,
     decode_step_s=SECONDS,
     prompt_busy_s=SECONDS,
+    prompt_steps=COUNTS,
     decode_busy_s=SECONDS,
     uptime_s=SECONDS,
 )
@@ -166,6 +181,7 @@ WORKERS = st.lists(
 DEMANDS = st.builds(
     DemandCounts, uptime_s=SECONDS, requests=COUNTS, prompt_tokens=COUNTS, output_tokens=COUNTS, refused=COUNTS,
     ttft_met=COUNTS, ttft_missed=COUNTS, tpot_met=COUNTS, tpot_missed=COUNTS, longest_wait_s=SECONDS,
+    placed_prompt_tokens=COUNTS, prefill_prompt_tokens=COUNTS,
 )  # fmt: skip
 READINGS = st.builds(ClusterReading, SECONDS, st.integers(1, 2), st.integers(0, 9), DEMANDS, WORKERS.map(tuple))
 

@@ -26,7 +26,7 @@ def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.none() | values
 
 
-demands = st.builds(DemandObserved, rates, rates, rates, st.floats(0, 1e4), rates, maybe(rates))
+demands = st.builds(DemandObserved, rates, rates, rates, st.floats(0, 1e4), rates, maybe(rates), maybe(rates), maybe(shares))
 pools = st.builds(
     PoolObserved,
     ready=counts,
@@ -40,6 +40,7 @@ pools = st.builds(
     kv_used=shares,
     queued_tokens=rates,
     cached_share=maybe(shares),
+    prompt_share=maybe(shares),
 )
 observed = st.builds(Observations, st.just(0.0), st.just(INTERVAL_S), demands, pools, pools, maybe(shares), maybe(shares))
 targets = st.builds(Targets, maybe(st.floats(0.01, 10)), maybe(st.floats(0.001, 1)), st.floats(0.5, 0.999))
@@ -117,8 +118,9 @@ def test_sizes_are_within_every_limit_and_the_state_stays_finite(all_seen, wante
         assert (made.pools[0].size, made.pools[1].size) == (made.prefill, made.decode)
 
 
+OPTIONAL = ("longest_wait_s", "refused_per_s", "prefill_share")
 REQUIRED = [
-    *(("demand", field.name) for field in fields(DemandObserved) if field.name not in ("longest_wait_s", "refused_per_s")),
+    *(("demand", field.name) for field in fields(DemandObserved) if field.name not in OPTIONAL),
     ("prefill", "queued_tokens"), ("decode", "sequences"), ("decode", "kv_used"),
 ]  # fmt: skip
 COUNTS = ("ready", "coming", "leaving")

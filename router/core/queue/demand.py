@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdserve.core.slo import DemandCounts
+from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core.live_request import LiveRequest
 
@@ -17,6 +18,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._requests = self._prompt_tokens = self._ended_tokens = self._refused = 0
+        self._placed = {Role.PREFILL: 0, Role.DECODE: 0}
         self._ttft = {True: 0, False: 0, None: 0}
         self._tpot = {True: 0, False: 0, None: 0}
 
@@ -24,6 +26,11 @@ class Demand:
         """Count a request that was admitted. One that is shed later was admitted as well."""
         self._requests += 1
         self._prompt_tokens += request.new_prompt_tokens
+
+    def placed(self, request: LiveRequest, role: Role) -> None:
+        """Count a prompt that a worker of this role computes. A replay is computed anew, so it counts again."""
+        if request.probe is None:
+            self._placed[role] += request.new_prompt_tokens
 
     def count_refusal(self) -> None:
         """Count a request that was refused because of the load."""
@@ -59,4 +66,6 @@ class Demand:
             ttft_missed=self._ttft[False],
             tpot_met=self._tpot[True],
             tpot_missed=self._tpot[False],
+            placed_prompt_tokens=sum(self._placed.values()),
+            prefill_prompt_tokens=self._placed[Role.PREFILL],
         )

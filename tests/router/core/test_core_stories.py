@@ -423,3 +423,16 @@ def test_a_client_that_leaves_says_nothing_about_a_target_unless_it_was_missed_b
     stage.tell(ev.ClientGone(RequestId("b")))
     after = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
     assert (after.ttft_met, after.ttft_missed, after.output_tokens) == (0, 1, before.output_tokens)
+
+
+def test_prompts_are_counted_where_they_are_computed() -> None:
+    """(1) One prompt is computed by a prefill worker, (2) the other one by a decode worker."""
+    stage = pools()
+    stage.submit("a", prompt_len=40, placement=Placement.DISAGGREGATED)
+    stage.submit("b", prompt_len=7, placement=Placement.COLOCATED)
+    before = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
+    assert (before.prompt_tokens, before.placed_prompt_tokens) == (47, 0)
+    stage.run()
+    after = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
+    assert (after.placed_prompt_tokens, after.prefill_prompt_tokens) == (47, 40)
+    stage.assert_empty()
