@@ -104,6 +104,17 @@ def _changed(name: str, values: Mapping[str, Any], path: str) -> SloClass:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassDemand:
+    """The requests of one class that ended since the router's start, by its targets."""
+
+    slo_class: str
+    ttft_met: int = 0
+    ttft_missed: int = 0
+    tpot_met: int = 0
+    tpot_missed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DemandCounts:
     """The load since the router's start. Demand in inference.proto explains each field."""
 
@@ -120,3 +131,8 @@ class DemandCounts:
     tpot_missed: int = 0
     placed_prompt_tokens: int = 0
     prefill_prompt_tokens: int = 0
+    classes: tuple[ClassDemand, ...] = ()
+
+    def of_class(self, name: str) -> ClassDemand:
+        """Return the counts of a class, all of them 0 where none of its requests has ended."""
+        return next((one for one in self.classes if one.slo_class == name), ClassDemand(name))

@@ -71,5 +71,5 @@ class Observations:
     prefill: PoolObserved = PoolObserved()
     decode: PoolObserved = PoolObserved()
     ttft_met: float | None = None
-    """The share of the requests with a target for the first token that met it, [0, 1]. None: there were none."""
+    """The share of the requests of the class that met its target for the first token, [0, 1]. None: there were none."""
     tpot_met: float | None = None

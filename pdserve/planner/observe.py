@@ -44,12 +44,17 @@ class ClusterReading:
 
 
 def observe(
-    before: ClusterReading | None, after: ClusterReading, members: Mapping[WorkerId, Role] | None = None
+    before: ClusterReading | None,
+    after: ClusterReading,
+    members: Mapping[WorkerId, Role] | None = None,
+    *,
+    slo_class: str | None = None,
 ) -> Observations:
     """Return what happened between two readings. None: `after` is the first one, so all rates are missing.
 
     members: the workers that the actuator keeps or starts, with the role that each should have. One that the router does not
     have in this role yet is coming. Workers that the actuator removes do not belong here.
+    slo_class: the class whose requests tell whether targets are met. None: those of all classes.
     """
     interval_s = 0.0 if before is None else after.at_s - before.at_s
     interval_s = interval_s if 0.0 < interval_s < math.inf else 0.0
@@ -64,8 +69,8 @@ def observe(
         demand=_demand(met, after),
         prefill=_pool(Role.PREFILL, after.workers, seen, coming[Role.PREFILL], leaving[Role.PREFILL], interval_s),
         decode=_pool(Role.DECODE, after.workers, seen, coming[Role.DECODE], leaving[Role.DECODE], interval_s),
-        ttft_met=_share(met.grown("ttft_met"), met.grown("ttft_missed")),
-        tpot_met=_share(met.grown("tpot_met"), met.grown("tpot_missed")),
+        ttft_met=met.share("ttft", slo_class),
+        tpot_met=met.share("tpot", slo_class),
     )
 
 
@@ -83,6 +88,15 @@ class _Counts:
         if self._before is None or self.seconds is None:
             return None
         return _grown(getattr(self._before, name), getattr(self._after, name))
+
+    def share(self, target: str, slo_class: str | None) -> float | None:
+        """Return the share of the requests that met a target. None: it cannot be compared, or there were none."""
+        before, after = self._before, self._after
+        if before is None or self.seconds is None:
+            return None
+        old, new = (before, after) if slo_class is None else (before.of_class(slo_class), after.of_class(slo_class))
+        met, missed = f"{target}_met", f"{target}_missed"
+        return _share(_grown(getattr(old, met), getattr(new, met)), _grown(getattr(old, missed), getattr(new, missed)))
 
     def rate(self, *names: str) -> float | None:
         """Return by how much these counts have grown together in a second."""

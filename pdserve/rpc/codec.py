@@ -19,7 +19,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
 from pdserve.core.roofline.utilisation import Utilisation
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
-from pdserve.core.slo import DemandCounts
+from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.fields import FieldCodec
@@ -220,7 +220,15 @@ def load_from_wire(wire: common_pb2.WorkerLoad) -> WorkerLoad:
     return _LOAD.from_wire(wire)
 
 
-_DEMAND: Final = FieldCodec(DemandCounts, inference_pb2.Demand)
+_CLASS: Final = FieldCodec(ClassDemand, inference_pb2.ClassDemand)
+_DEMAND: Final = FieldCodec(
+    DemandCounts,
+    inference_pb2.Demand,
+    classes=(
+        lambda classes: [_CLASS.to_wire(one) for one in classes],
+        lambda wire: tuple(_CLASS.from_wire(one) for one in wire),
+    ),
+)
 
 
 def demand_to_wire(demand: DemandCounts) -> inference_pb2.Demand:

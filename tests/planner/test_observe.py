@@ -14,7 +14,7 @@ from hypothesis import given
 from pdserve.cluster.scaling.reading import reading_of
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.slo import DemandCounts
+from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.planner.observations import Observations
@@ -30,7 +30,7 @@ def worker(name: str, role: Role = Role.PREFILL, incarnation: int = 1, **load: o
     return WorkerReading(hello, replace(IDLE, **load), ready=True, draining=False)  # type: ignore[arg-type]
 
 
-def reading(at_s: float, *workers: WorkerReading, router: int = 1, **demand: float) -> ClusterReading:
+def reading(at_s: float, *workers: WorkerReading, router: int = 1, **demand: object) -> ClusterReading:
     return ClusterReading(at_s, router, 0, DemandCounts(**demand), workers)  # type: ignore[arg-type]
 
 
@@ -69,6 +69,18 @@ def test_rates_and_shares_of_an_interval() -> None:
     assert (decode.tokens_per_s, decode.utilisation, decode.step_s) == (20.0, 0.45, 0.02)
     assert decode.busy_tokens_per_s == pytest.approx(200 / 4.5)
     assert (decode.sequences, decode.max_sequences, decode.kv_used, decode.cached_share) == (6.0, 8.0, 0.6, None)
+
+
+def test_the_misses_of_other_classes_say_nothing_about_the_class_for_which_pools_are_sized() -> None:
+    """Chats meet their target; one voice request in twenty of all misses a target that no size reaches."""
+    before = reading(1.0, uptime_s=1.0, classes=(ClassDemand("chat", ttft_met=5),))
+    classes = (ClassDemand("chat", 100, 0, 90, 10), ClassDemand("voice", 0, 5))
+    after = reading(11.0, uptime_s=11.0, ttft_met=95, ttft_missed=5, classes=classes)
+    chat, voice = (observe(before, after, slo_class=name) for name in ("chat", "voice"))
+    assert (chat.ttft_met, chat.tpot_met, voice.ttft_met, voice.tpot_met) == (1.0, 0.9, 0.0, None)
+    assert observe(before, after, slo_class="batch").ttft_met is None
+    assert observe(before, after).ttft_met == 0.95
+    assert observe(None, after, slo_class="chat").ttft_met is None
 
 
 def test_where_prompts_were_computed_and_what_they_took() -> None:
@@ -144,7 +156,7 @@ def test_who_comes_and_who_leaves() -> None:
 def test_the_wire_carries_a_reading() -> None:
     one = worker("p0", computed_prompt_tokens=7, uptime_s=2.5)
     snapshot = WorkerSnapshot(one.hello, one.load, 0.5, 3)
-    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10, 12, 11)
+    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10, 12, 11, (ClassDemand("chat", 1, 2, 3, 4), ClassDemand("x")))
     wire = cluster_state_to_wire(ClusterSnapshot(9, 4, 0, (snapshot,), demand=demand), 16)
     assert reading_of(wire, at_s=2.0) == ClusterReading(2.0, 9, 4, demand, (one,))
 

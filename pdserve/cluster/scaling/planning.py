@@ -37,6 +37,7 @@ class Planning:
         planner that is wrong."""
         self._interval_s = config.autoscaling.interval_s
         self._targets, self._settings = targets_of(config), planner_settings(config)
+        self._slo_class = config.slo_class
         self._state = PlannerState()
         self._before: ClusterReading | None = None
         self._observed: Observations | None = None  # what happened, until a plan is made from it
@@ -94,7 +95,7 @@ class Planning:
         if before is None:
             return
         stays = {WorkerId(member.worker_id): member.role for member in members if member.phase is not Phase.LEAVING}
-        self._observed = observe(before, reading, stays)
+        self._observed = observe(before, reading, stays, slo_class=self._slo_class)
         for role, policy in self._policies.items():
             if wanted.mode is Mode.AUTOMATIC:
                 own, size = getattr(limits, role.value), getattr(wanted.sizes, role.value)

@@ -99,5 +99,7 @@ def _planned(client: AdminClient, config: ClusterConfig, seconds: float) -> scal
     before = reading_of(client.cluster_state(), at_s=time.monotonic())
     time.sleep(seconds)
     after = reading_of(client.cluster_state(), at_s=time.monotonic())
-    made = decide(observe(before, after), targets_of(config), limits_of(config), PlannerState(), settings)
+    made = decide(
+        observe(before, after, slo_class=config.slo_class), targets_of(config), limits_of(config), PlannerState(), settings
+    )
     return plan_to_wire(made, 0.0)

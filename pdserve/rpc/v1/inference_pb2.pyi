@@ -380,7 +380,7 @@ class SetAsideCount(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., pairs: _Optional[int] = ...) -> None: ...
 
 class Demand(_message.Message):
-    __slots__ = ("uptime_s", "requests", "prompt_tokens", "output_tokens", "refused", "queued_prompt_tokens", "longest_wait_s", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "placed_prompt_tokens", "prefill_prompt_tokens")
+    __slots__ = ("uptime_s", "requests", "prompt_tokens", "output_tokens", "refused", "queued_prompt_tokens", "longest_wait_s", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "placed_prompt_tokens", "prefill_prompt_tokens", "classes")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +394,7 @@ class Demand(_message.Message):
     TPOT_MISSED_FIELD_NUMBER: _ClassVar[int]
     PLACED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     requests: int
     prompt_tokens: int
@@ -407,7 +408,22 @@ class Demand(_message.Message):
     tpot_missed: int
     placed_prompt_tokens: int
     prefill_prompt_tokens: int
-    def __init__(self, uptime_s: _Optional[float] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., refused: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., longest_wait_s: _Optional[float] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ..., placed_prompt_tokens: _Optional[int] = ..., prefill_prompt_tokens: _Optional[int] = ...) -> None: ...
+    classes: _containers.RepeatedCompositeFieldContainer[ClassDemand]
+    def __init__(self, uptime_s: _Optional[float] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., refused: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., longest_wait_s: _Optional[float] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ..., placed_prompt_tokens: _Optional[int] = ..., prefill_prompt_tokens: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassDemand, _Mapping]]] = ...) -> None: ...
+
+class ClassDemand(_message.Message):
+    __slots__ = ("slo_class", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed")
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MET_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    slo_class: str
+    ttft_met: int
+    ttft_missed: int
+    tpot_met: int
+    tpot_missed: int
+    def __init__(self, slo_class: _Optional[str] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ...) -> None: ...
 
 class ClassState(_message.Message):
     __slots__ = ("slo_class", "window_s", "requests", "good", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "refused", "shed")

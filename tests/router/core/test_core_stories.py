@@ -10,7 +10,7 @@ from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, Unava
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.sampling import Placement
-from pdserve.core.slo import SloClass
+from pdserve.core.slo import ClassDemand, SloClass
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.machines.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
@@ -423,6 +423,20 @@ def test_a_client_that_leaves_says_nothing_about_a_target_unless_it_was_missed_b
     stage.tell(ev.ClientGone(RequestId("b")))
     after = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
     assert (after.ttft_met, after.ttft_missed, after.output_tokens) == (0, 1, before.output_tokens)
+    assert after.of_class("tight") == ClassDemand("tight", ttft_missed=1)
+    assert after.of_class("default") == ClassDemand("default")
+
+
+def test_targets_are_counted_by_class_and_all_together() -> None:
+    stage = pools()
+    for name, ttft_s in (("a", 1.0), ("b", 1.0), ("c", 3.0)):
+        stage.submit(name, slo=SloClass(f"within {ttft_s:g} s", ttft_s=ttft_s, tpot_s=9.0))
+    stage.now_s += 2.0
+    stage.run()
+    counts = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
+    assert counts.classes == (ClassDemand("within 1 s", 0, 2, 2, 0), ClassDemand("within 3 s", 1, 0, 1, 0))
+    assert (counts.ttft_met, counts.ttft_missed, counts.tpot_met, counts.tpot_missed) == (1, 2, 3, 0)
+    stage.assert_empty()
 
 
 def test_prompts_are_counted_where_they_are_computed() -> None:
