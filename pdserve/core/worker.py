@@ -123,6 +123,10 @@ class WorkerHello:
         """The versions of the protocol between workers that the worker speaks."""
         return VersionRange(self.oldest_peer_version, self.peer_version)
 
+    def slots(self, load: WorkerLoad) -> int:
+        """Return how many sequences may run on the worker now. An operator may have lowered it below what it began with."""
+        return min(load.max_num_seqs or self.max_num_seqs, self.max_num_seqs)
+
     def may_pair(self, other: WorkerHello) -> bool:
         """Tell whether KV may go between the two workers: they speak a common version of the protocol between workers, and
         their weights have one digest. Weights of unknown digest may be any weights, so they pair only with their like."""

@@ -160,7 +160,7 @@ def _pool(
         utilisation=_mean([min(1.0, s.busy_s / s.seconds) for s in spans]),
         step_s=_mean([_step_s(role, w.load) for w in ready]),
         sequences=_mean([_known(w.load.running_sequences) for w in ready]),
-        max_sequences=_mean([_known(w.hello.max_num_seqs) for w in ready]),
+        max_sequences=_mean([_known(w.hello.slots(w.load)) for w in ready]),
         kv_used=_mean([_kv_used(w.load) for w in ready]),
         queued_tokens=_sum([_known(w.load.queued_tokens) for w in ready]) if ready else None,
         cached_share=_cached(spans),

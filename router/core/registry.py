@@ -132,8 +132,8 @@ class Worker:
 
     @property
     def slots(self) -> int:
-        """The sequences that may run on the worker now. An operator may have lowered it below what the worker began with."""
-        return min(self.load.max_num_seqs or self.hello.max_num_seqs, self.hello.max_num_seqs)
+        """The sequences that may run on the worker now."""
+        return self.hello.slots(self.load)
 
     @property
     def has_room(self) -> bool:

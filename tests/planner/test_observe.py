@@ -71,6 +71,14 @@ def test_rates_and_shares_of_an_interval() -> None:
     assert (decode.sequences, decode.max_sequences, decode.kv_used, decode.cached_share) == (6.0, 8.0, 0.6, None)
 
 
+def test_sequences_that_an_operator_took_away_are_no_room() -> None:
+    """`pdserve set-budget` lowered one worker from 8 sequences to 4. The other one does not say, or says nonsense."""
+    lowered = worker("d0", Role.DECODE, running_sequences=4, max_num_seqs=4)
+    for said in (0, 8, 99):
+        pool = observe(None, reading(1.0, lowered, worker("d1", Role.DECODE, max_num_seqs=said))).decode
+        assert (pool.sequences, pool.max_sequences) == (2.0, 6.0)
+
+
 def test_the_misses_of_other_classes_say_nothing_about_the_class_for_which_pools_are_sized() -> None:
     """Chats meet their target; one voice request in twenty of all misses a target that no size reaches."""
     before = reading(1.0, uptime_s=1.0, classes=(ClassDemand("chat", ttft_met=5),))
@@ -168,6 +176,7 @@ LOADS = st.builds(
     blocks=st.lists(st.integers(0, 50), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
     queued_tokens=COUNTS,
     running_sequences=COUNTS,
+    max_num_seqs=COUNTS,
     prefix_queried_tokens=COUNTS,
     prefix_hit_tokens=COUNTS,
     computed_prompt_tokens=COUNTS,
