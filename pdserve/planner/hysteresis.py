@@ -41,6 +41,11 @@ def begun(size: int, now_s: float) -> PoolMemory:
     return PoolMemory(size, now_s, ((now_s, size),))
 
 
+def free(size: int, now_s: float, settings: PlannerSettings) -> PoolMemory:
+    """Return the memory of a pool whose plan nobody follows. It waits for no delay, so it tells what the present need asks."""
+    return PoolMemory(size, now_s - 2 * settings.cooldown_s)
+
+
 def held(memory: PoolMemory, now_s: float, settings: PlannerSettings) -> PoolMemory:
     """Return the memory after an interval of which nothing is known: its need counts as the pool's size."""
     return _noted(memory, memory.wanted, now_s, settings)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.roofline.utilisation import START
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
@@ -72,6 +73,13 @@ def observe(
         ttft_met=met.share("ttft", slo_class),
         tpot_met=met.share("tpot", slo_class),
     )
+
+
+def since_start(reading: ClusterReading) -> Observations:
+    """Return what happened since the start of the router and of each worker, as one interval."""
+    uptime_s = max(_known(reading.demand.uptime_s) or 0.0, 1.0)
+    workers = tuple(replace(worker, load=START) for worker in reading.workers)
+    return observe(ClusterReading(reading.at_s - uptime_s, reading.router_incarnation, 0, DemandCounts(), workers), reading)
 
 
 class _Counts:

@@ -19,7 +19,7 @@ from pdserve.planner.budget import startable, within_limits
 from pdserve.planner.checks import faults
 from pdserve.planner.correction import NO_CORRECTIONS, Corrections, corrected
 from pdserve.planner.demand import NO_TRAFFIC, Traffic, output_demand, prompt_demand
-from pdserve.planner.hysteresis import PoolMemory, begun, decided, given, held
+from pdserve.planner.hysteresis import PoolMemory, begun, decided, free, given, held
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
 from pdserve.planner.need import NO_WORKERS, Need, Workers, decode_need, prefill_need
 from pdserve.planner.observations import Observations, PoolObserved
@@ -34,7 +34,7 @@ from pdserve.planner.reasons import (
 )
 from pdserve.planner.settings import PlannerSettings
 
-__all__ = ["Plan", "PlannerSettings", "PlannerState", "PoolNeed", "plan"]
+__all__ = ["Plan", "PlannerSettings", "PlannerState", "PoolNeed", "plan", "planned_once"]
 
 _GAP: Final = 3.0
 """A planner that saw nothing for so many intervals knows nothing about the time between: the sizes count as needed then."""
@@ -102,9 +102,19 @@ def plan(
     state: PlannerState,
     settings: PlannerSettings = _DEFAULTS,
     policies: Policies = NO_POLICIES,
+    *,
+    followed: bool = True,
 ) -> Plan:
     """Return the sizes of both pools for the next interval. The planner holds them where the observations are missing or
-    broken. The limits are applied to what policies want as well."""
+    broken. The limits are applied to what policies want as well.
+
+    followed: False for a plan that nobody follows. It begins with the present sizes, and tells without delay or cool-down which
+    sizes the load asks for.
+    """
+    if not followed:
+        present = _present(observations, limits)
+        prefill, decode = (free(size, observations.now_s, settings) for size in (present.prefill, present.decode))
+        state = replace(state, sizes=present, memories=(prefill, decode))
     found = faults(observations)
     if not found and state.now_s is not None and observations.now_s <= state.now_s:
         found = (f"now_s went from {state.now_s:g} to {observations.now_s:g}",)
@@ -129,6 +139,19 @@ def plan(
     ]
     after = replace(state, now_s=now_s, traffic=traffic, workers=workers, corrections=corrections, memories=memories)
     return _placed(observations, limits, after, memories, _pools(needs, factors, policies), sentences, settings)
+
+
+def planned_once(
+    window: Observations, whole: Observations, targets: Targets, limits: Limits, settings: PlannerSettings = _DEFAULTS
+) -> Plan:
+    """Return the sizes that the load of a window asks for, as a plan that nobody follows.
+
+    whole: what happened since the start of the workers. It tells the rate of a prefill worker where the window does not.
+    """
+    workers = NO_WORKERS
+    if workers.add(window, settings).tokens_per_s(settings) is None:
+        workers = replace(workers, prompt_rate=workers.add(whole, settings).prompt_rate)
+    return plan(window, targets, limits, PlannerState(workers=workers), settings, followed=False)
 
 
 _ROLES: Final = (Role.PREFILL, Role.DECODE)
@@ -192,7 +215,7 @@ def _memories(
     """Return the memories of both pools before this interval. The first one begins with the present sizes."""
     now_s = observed.now_s
     if state.memories is None:
-        sizes = PoolSizes(_present(observed.prefill, limits.prefill), _present(observed.decode, limits.decode))
+        sizes = _present(observed, limits)
         return begun(sizes.prefill, now_s), begun(sizes.decode, now_s)
     prefill, decode = state.memories
     if state.now_s is not None and now_s - state.now_s > _GAP * observed.interval_s:
@@ -200,9 +223,13 @@ def _memories(
     return prefill, decode
 
 
-def _present(observed: PoolObserved, limits: PoolLimits) -> int:
-    """Return the present size of a pool within its own limits."""
-    return min(max(observed.ready + observed.coming, limits.min_workers), limits.max_workers)
+def _present(observed: Observations, limits: Limits) -> PoolSizes:
+    """Return the present sizes, each within its pool's own limits."""
+
+    def size(pool: PoolObserved, own: PoolLimits) -> int:
+        return min(max(pool.ready + pool.coming, own.min_workers), own.max_workers)
+
+    return PoolSizes(size(observed.prefill, limits.prefill), size(observed.decode, limits.decode))
 
 
 def _sized(

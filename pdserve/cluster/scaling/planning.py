@@ -78,7 +78,7 @@ class Planning:
         if not ours:  # the present sizes are nobody's plan, so this plan begins with them
             state = replace(state, sizes=None, memories=None)
         answers = {role: policy.size for role, policy in self._policies.items()} if self._followed else NO_POLICIES
-        self._plan = plan(observed, self._targets, limits, state, self._settings, answers)
+        self._plan = plan(observed, self._targets, limits, state, self._settings, answers, followed=self._followed)
         self._state = self._plan.state
         return PoolSizes(self._plan.prefill, self._plan.decode)
 

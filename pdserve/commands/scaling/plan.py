@@ -87,19 +87,17 @@ def _show(console: Console, made: scaling_pb2.ScalingPlan, present: dict[str, An
 
 
 def _planned(client: AdminClient, config: ClusterConfig, seconds: float) -> scaling_pb2.ScalingPlan:
-    """Plan once from what happens in the next `seconds`. Nothing is changed."""
+    """Plan once from what happens in the next `seconds`, and from the rates since the workers' start. Nothing is changed."""
     from pdserve.cluster.scaling.limits import limits_of, planner_settings, targets_of
     from pdserve.cluster.scaling.reading import reading_of
     from pdserve.cluster.scaling.report import plan_to_wire
-    from pdserve.planner.observe import observe
-    from pdserve.planner.planner import PlannerState
-    from pdserve.planner.planner import plan as decide
+    from pdserve.planner.observe import observe, since_start
+    from pdserve.planner.planner import planned_once
 
     settings = planner_settings(config)
     before = reading_of(client.cluster_state(), at_s=time.monotonic())
     time.sleep(seconds)
     after = reading_of(client.cluster_state(), at_s=time.monotonic())
-    made = decide(
-        observe(before, after, slo_class=config.slo_class), targets_of(config), limits_of(config), PlannerState(), settings
-    )
+    window = observe(before, after, slo_class=config.slo_class)
+    made = planned_once(window, since_start(after), targets_of(config), limits_of(config), settings)
     return plan_to_wire(made, 0.0)
