@@ -50,6 +50,8 @@ def render(config: ClusterConfig, *, image: str, name: str, prometheus: str, mat
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
         if pool.replicas and pool.max_replicas is None:
             raise ConfigError(f"{role}.max_replicas must be set: KEDA would add pods without a limit")
+    if config.prefill.most and not config.prefill.least:
+        raise ConfigError("prefill.min_replicas must be at least 1: an empty pool is never busy, so KEDA would never start it")
     for limit in ("max_workers", "max_gpus", "max_price_per_hour"):
         if getattr(config.autoscaling, limit) is not None:
             raise ConfigError(f"autoscaling.{limit}: KEDA knows no limit of both pools together; set max_replicas of each")
@@ -160,10 +162,12 @@ def _scaled(config: ClusterConfig, name: str, role: str, pool: PoolConfig, prome
 
 
 def _prefill_queries(matcher: str) -> list[tuple[str, str, str]]:
-    """Return name, query and value for one worker of each trigger. Prefill is bound by compute."""
-    rate = f"sum(rate(pdserve_demand_prompt_tokens_total{{{matcher}}}[1m]))"
-    speed = f'max(pdserve_pool_busy_tokens_per_second{{{_and(matcher)}role="prefill"}})'
-    return [("busy-workers", f"{rate} / {speed}", BUSY)]
+    """Return name, query and value for one worker of each trigger. Prefill is bound by compute, so busy workers are measured.
+
+    They are 0 in an idle pool, and cached prompts and those that decode workers compute keep nobody busy.
+    """
+    busy_s = f'pdserve_pool_prompt_busy_seconds_total{{{_and(matcher)}role="prefill"}}'
+    return [("busy-workers", f"sum(rate({busy_s}[1m]))", BUSY)]
 
 
 def _decode_queries(config: ClusterConfig, matcher: str) -> list[tuple[str, str, str]]:

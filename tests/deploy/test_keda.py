@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from crd_schema import strict_validator
+from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.keda import main, render
 from deploy.raycluster import to_yaml
@@ -24,7 +26,13 @@ from pdserve.config import (
     WorkerConfig,
     load,
 )
+from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import ConfigError
+from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.slo import DemandCounts
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.observe.metrics import Metrics
+from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 
 CRD = Path(__file__).resolve().parents[3] / "shared" / "data" / "crds" / "keda.sh_scaledobjects.yaml"
 KUBERNETES = kubernetes_validate.latest_version()
@@ -73,6 +81,20 @@ def test_each_pool_is_scaled_by_its_own_metrics_within_its_limits() -> None:
             assert 'app_kubernetes_io_instance="pd"' in trigger["metadata"]["query"]
             assert f'role="{role}"' in trigger["metadata"]["query"]
             assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+def test_the_rule_of_prefill_has_a_value_in_an_idle_pool_and_counts_no_prompt_that_it_did_not_compute() -> None:
+    """Decode workers have computed every prompt. The rule still has a value, 0, by which the pool shrinks."""
+    trigger = objects()["ScaledObject/pd-prefill"]["spec"]["triggers"][0]["metadata"]
+    names = re.findall(r"pdserve_\w+", trigger["query"])
+    assert "/" not in trigger["query"], "a quotient has no value while its divisor is missing"
+    hello = WorkerHello(WorkerId("d"), Role.DECODE, Incarnation(1), "h:1", "m", 16, 9, 64, 4, "bfloat16", 8)
+    load_ = WorkerLoad(BlockCounts(9, 9, 0, 0, 0), computed_prompt_tokens=5_000, prompt_busy_s=9.0, uptime_s=20.0)
+    demand = DemandCounts(20.0, 40, 28_960, placed_prompt_tokens=28_960)
+    snapshot = ClusterSnapshot(1, 0, 0, (WorkerSnapshot(hello, load_, 0.1, 0),), demand=demand)
+    page = Metrics(lambda: snapshot).render().decode()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    assert [sample.value for sample in samples if sample.name in names and sample.labels == {"role": "prefill"}] == [0.0]
 
 
 def test_metrics_of_the_rules_exist() -> None:
@@ -138,6 +160,10 @@ def test_policies_let_in_workers_and_clients_only() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        (
+            ClusterConfig(prefill=PoolConfig(min_replicas=0, max_replicas=2), decode=PoolConfig(max_replicas=2)),
+            r"prefill\.min_replicas must be at least 1",
+        ),
         (ClusterConfig(), r"prefill\.max_replicas must be set"),
         (ClusterConfig(decode=PoolConfig(max_replicas=2, scaling_policy="a:b")), "scaling_policy belong to `pdserve up`"),
         (
