@@ -128,8 +128,9 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
     fewest = FEWEST_WORKERS if (demand.elsewhere or 0.0) > NOTHING else 0.0
     rate = workers.tokens_per_s(settings)
     if not rate:
-        is_known = demand.total <= 0 or (demand.elsewhere is not None and workers.prefill_spare)
-        return Need(demand, max(measured, fewest) if is_known else None, measured_workers=measured)
+        if demand.elsewhere is not None and workers.prefill_spare:
+            return Need(demand, max(measured, fewest), measured_workers=measured)
+        return Need(demand, None if demand.total > 0 or fewest else 0.0, measured_workers=measured)
     load = min(demand.total / rate, float(MOST_WORKERS))
     if workers.prefill_spare and busy:  # a season may ask for more than is needed now
         load = min(load, max(BUSY_TRUST * busy, demand.season / rate))
@@ -146,10 +147,12 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
 def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
     """Return the need of the decode pool."""
     measured = workers.decode_used.value or 0.0
+    prompts = (workers.prompts.value or 0.0) / settings.max_utilisation
     line = workers.steps.line()
-    if line is None:
+    if line is None:  # no step without a prompt was seen: where prompts run, their time alone is the load
+        if prompts > NOTHING:
+            return Need(demand, max(prompts, measured), measured_workers=measured, prompt_workers=prompts)
         return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
     each = room(line, workers.steps.trusted(), targets.tpot_s, workers.max_sequences, workers.kv_per_sequence(), settings)
-    prompts = (workers.prompts.value or 0.0) / settings.max_utilisation
     count = min(demand.total / each.tokens_per_s, float(MOST_WORKERS)) + prompts
     return Need(demand, max(count, measured), each.tokens_per_s, None, measured, prompts, each)
