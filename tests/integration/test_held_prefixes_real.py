@@ -59,3 +59,7 @@ def test_each_system_prompt_is_computed_once_in_the_whole_pool(cluster):
     assert any(w.since_start.mbu > 0.0 for w in state.workers if w not in workers), "decode workers read weights and KV"
     assert all(0.0 <= w.since_start.busy <= 1.0 for w in state.workers)
     assert (state.demand.requests, state.demand.prompt_tokens) == (asked, asked * PROMPT)
+    assert (state.demand.placed_prompt_tokens, state.demand.prefill_prompt_tokens) == (asked * PROMPT, asked * PROMPT)
+    decodes = [w.load for w in state.workers if w not in workers]
+    assert [load.computed_prompt_tokens for load in decodes] == [0, 0]
+    assert all(load.prompt_tokens_per_s > 0.0 for load in decodes), "placement weighs them by the rate of their start"
