@@ -119,6 +119,8 @@ class Need:
     prompt_workers: float = 0.0
     """The decode workers that are needed for the prompts that they compute."""
     room: Room | None = None
+    is_bounded: bool = False
+    """Twice the busy prefill workers count as the load, which is less than the demand divided by the rate."""
 
 
 def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
@@ -131,7 +133,7 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
         if demand.elsewhere is not None and workers.prefill_spare:
             return Need(demand, max(measured, fewest), measured_workers=measured)
         return Need(demand, None if demand.total > 0 or fewest else 0.0, measured_workers=measured)
-    load = min(demand.total / rate, float(MOST_WORKERS))
+    load = demanded = min(demand.total / rate, float(MOST_WORKERS))
     if workers.prefill_spare and busy:  # a season may ask for more than is needed now
         load = min(load, max(BUSY_TRUST * busy, demand.season / rate))
     count = load / settings.max_utilisation
@@ -141,7 +143,7 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
         miss, variation = 1 - targets.attainment, settings.prompt_variation
         count = workers_for_wait(load, service_s, wait_s, miss, variation, settings.max_utilisation)
     allowed = rate * load / count if count > 0 else rate * settings.max_utilisation
-    return Need(demand, max(count, measured, fewest), allowed, rate, measured)
+    return Need(demand, max(count, measured, fewest), allowed, rate, measured, is_bounded=load < demanded)
 
 
 def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:

@@ -31,6 +31,9 @@ def need_sentence(role: Role, need: Need, correction: float, targets: Targets, s
     if served and need.measured_workers >= need.workers > 0:
         measure = f"are busy for {settings.max_utilisation:.0%} of the time" if role is Role.PREFILL else "hold their KV"
         return f"{begin}so many, with room to spare, {measure} at the load that was measured."
+    if need.is_bounded:
+        why = "their workers have time to spare, so at most twice those that are busy count"
+        return f"{begin}{why}, although {_number(demand.total)} tokens/s would need more."
     prompts = f", and prompts keep {need.prompt_workers:.1f} busy" if need.prompt_workers >= 0.05 else ""
     return f"{begin}{_demanded(demand, settings)}{served}{prompts}."
 

@@ -61,7 +61,9 @@ def test_prefill_workers_are_not_bought_for_prompts_that_decode_workers_compute(
 
 def test_a_demand_that_no_worker_was_seen_to_compute_is_not_believed():
     """Nobody has told where prompts are computed: the need is at most twice what the workers were busy with."""
-    assert planned(120, None, ONE_BUSY).prefill <= 3
+    made = planned(120, None, ONE_BUSY)
+    assert made.prefill <= 3
+    assert "at most twice those that are busy count" in made.reasons[0]
 
 
 @pytest.mark.parametrize(("utilisation", "queued", "refused"), [(1.0, 0.0, 0.0), (0.1, 50.0, 0.0), (0.1, 0.0, 9.0)])
