@@ -16,6 +16,9 @@ from pdserve.worker.memory_report import MemoryReport
 
 LOAD_TIMEOUT_S = 60.0
 
+REFUSED_THREADS, BREAKING_THREADS = 1001, 1002
+"""A setting that only a worker can judge: the stand-in refuses the first number, and breaks with the second one."""
+
 
 class Worker:
     def __init__(self, config: WorkerConfig, role: str) -> None:
@@ -69,9 +72,9 @@ def start_decode(config: WorkerConfig, progress: Progress) -> Worker:
 
 
 def _start(config: WorkerConfig, role: str, progress: Progress) -> Worker:
-    if config.engine.model == "missing":
-        raise ConfigError("model: nothing is called 'missing'; give a directory")
-    if config.engine.model == "broken":
+    if config.engine.threads == REFUSED_THREADS:
+        raise ConfigError(f"threads: {REFUSED_THREADS} are too many here")
+    if config.engine.threads == BREAKING_THREADS:
         raise OSError("broken")
     if Path(os.environ.get("STANDIN_BROKEN", "/nowhere")).exists():
         raise OSError("broken meanwhile")

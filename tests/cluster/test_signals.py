@@ -63,16 +63,16 @@ def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_setting_that_a_worker_refuses_is_one_line_and_leaves_no_unnamed_log_folder(run_command: Any) -> None:
-    command = run_command(*UP, "--model", "missing")
+    command = run_command(*UP, "--set", "engine.threads=1001")
     assert command.end() == 2
-    assert "error: model: nothing is called 'missing'; give a directory\n" in command.text
+    assert "error: threads: 1001 are too many here\n" in command.text
     assert "Traceback" not in command.text
     command.assert_nothing_left()
 
 
 @pytest.mark.slow
 def test_a_failure_names_the_log_folder_that_it_keeps(run_command: Any) -> None:
-    command = run_command(*UP, "--model", "broken")
+    command = run_command(*UP, "--set", "engine.threads=1002")
     assert command.end() == 1, command.text
     kept = re.search(r"logs kept in (\S+)", command.text)
     assert kept, command.text
