@@ -40,8 +40,12 @@ class ScheduleController:
     start_s: float
 
     def sizes(self, observed: Observations) -> PoolSizes:
-        """Return the largest sizes from now until a worker that is ordered now would serve."""
+        """Return the sizes to ask for at the time of a look."""
+        return self.at(observed.now_s)
+
+    def at(self, now_s: float) -> PoolSizes:
+        """Return the largest sizes from a time on until a worker that is ordered then would serve."""
         last = len(self.schedule) - 1
-        first = min(last, int(observed.now_s / self.interval_s))
-        ahead = self.schedule[first : 1 + min(last, int((observed.now_s + self.start_s) / self.interval_s))]
+        first = min(last, int(now_s / self.interval_s))
+        ahead = self.schedule[first : 1 + min(last, int((now_s + self.start_s) / self.interval_s))]
         return PoolSizes(max(one.prefill for one in ahead), max(one.decode for one in ahead))

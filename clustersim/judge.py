@@ -97,7 +97,7 @@ class Judged:
         """The failures of the planner in words. Nothing else is held against it."""
         said, wanted = [], self.load.targets.attainment
         if self.attainment < wanted - SHORT_OF_ASKED:
-            beside = "" if self.asked is None else f": {compared(self.worker_s, self.attainment, self.asked)}"
+            beside = "" if self.asked in (None, self.same) else f": {compared(self.worker_s, self.attainment, self.asked)}"
             said.append(f"it attains {self.attainment:.1%} where {wanted:.0%} were asked for{beside}")
         if self.below.overdue_s > 0.0:
             least = wanted - FAR_BELOW_ASKED
@@ -133,11 +133,14 @@ def judge(load: Load, day: Day, settings: PlannerSettings | None = None) -> Judg
     same, asked = (best_of(found, share) for share in shares)
 
     def scheduled(schedule: Sequence[PoolSizes]) -> tuple[SimReport, ElasticReport]:
-        return _run(load, requests, ScheduleController(schedule, interval_s, load.start_s), schedule[0])
+        controller = ScheduleController(schedule, interval_s, load.start_s)
+        return _run(load, requests, controller, controller.at(0.0))
 
     interval_s = day.length_s / INTERVALS
-    first = [_largest(load, day, n * interval_s, interval_s) for n in range(INTERVALS)]
+    first = [_first(load, day, n * interval_s, interval_s) for n in range(INTERVALS)]
     oracle = find(scheduled, first, interval_s, load.limits, wanted)
+    if asked is not None and (oracle is None or asked.worker_s < oracle.worker_s):  # the split is a schedule too
+        oracle = Oracle((PoolSizes(asked.prefill, asked.decode),), asked.attainment, asked.worker_s)
     return Judged(load, len(requests), attainment, pools.worker_s, found_below, same, asked, oracle)
 
 
@@ -151,7 +154,7 @@ def _run(
     return run_cluster(cluster), cluster.pools
 
 
-def _largest(load: Load, day: Day, begin_s: float, interval_s: float) -> PoolSizes:
-    """Return the largest sizes that the load keeps busy at ten moments of an interval."""
+def _first(load: Load, day: Day, begin_s: float, interval_s: float) -> PoolSizes:
+    """Return the most workers that the load keeps busy all the time at ten moments of an interval."""
     sizes = [load.sizes_at(begin_s + part * interval_s / 10.0, day) for part in range(10)]
-    return PoolSizes(max(one.prefill for one in sizes), max(one.decode for one in sizes))
+    return PoolSizes(max(1, *(one.prefill - 1 for one in sizes)), max(1, *(one.decode - 1 for one in sizes)))

@@ -1,8 +1,9 @@
 """The oracle of a load: sizes for each interval, known in advance, that attain what is asked at a low cost.
 
-The search with the simulator begins with the sizes that the load keeps busy. The pool that is to blame gets one worker more in
-the intervals where requests missed most, until half of all misses lie in them, and the run is made again. What it finds can be
-had, so the true oracle costs at most as much. It is no lower bound: another schedule may cost less, and a planner's run too.
+The search with the simulator begins with the workers that the load keeps busy all the time. The pool that is to blame gets one
+worker more in the intervals where requests missed most, until half of all misses lie in them, and the run is made again. The
+result can be had, so the true oracle costs at most as much. It is no lower bound: another schedule may cost less, and so may a
+planner's run.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Oracle:
     """The schedule that was found, and its result."""
 
     schedule: tuple[PoolSizes, ...]
+    """The sizes of each interval, or one for all."""
     attainment: float
     worker_s: float
-    runs: int
 
 
 def find(
@@ -43,12 +44,12 @@ def find(
 ) -> Oracle | None:  # fmt: skip
     """Return the first schedule that attains enough. None: no run did, or no pool may grow where requests miss."""
     schedule = list(first)
-    for runs in range(1, MOST_RUNS + 1):
+    for _ in range(MOST_RUNS):
         report, pools = run(schedule)
         missed = [one for one in report.served if not one.attained]
         attainment = 1.0 - len(missed) / len(report.served)
         if attainment >= enough:
-            return Oracle(tuple(schedule), attainment, pools.worker_s, runs)
+            return Oracle(tuple(schedule), attainment, pools.worker_s)
         places = _to_blame(missed, pools, interval_s, len(schedule))
         grown = _grown(schedule, places, limits, max(0.5 * len(missed), len(missed) - (1.0 - enough) * len(report.served)))
         if grown == schedule:

@@ -61,7 +61,7 @@ def judged(name: str, attainment: float, oracle: Oracle | None) -> Judged:
 
 
 def test_the_table_of_loads_has_the_shares_of_all_runs_and_says_each_loss():
-    runs = [judged("check-0", 0.98, Oracle((), 0.975, 3000.0, 4)), judged("check-1", 0.7, None)]
+    runs = [judged("check-0", 0.98, Oracle((), 0.975, 3000.0)), judged("check-1", 0.7, None)]
     lines = lines_of(planner_loads.table_of(runs, Day(minutes_per_hour=60.0)))
     (line,) = [line for line in lines if "check-0" in line]
     for part in ("1.0 at 98.00%", "5 + 3: 1.9 at 78.00%", "51%", "0.8 at 97.50%", "120%"):
