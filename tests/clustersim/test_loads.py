@@ -177,6 +177,17 @@ def busy_prefill(intervals: int) -> ElasticReport:
     return pools
 
 
+def test_the_oracle_blames_a_late_first_token_on_the_time_before_its_arrival():
+    """Workers of the request's own interval come too late: its queue grew in the interval before."""
+
+    def run(schedule):
+        return SimReport([served(10.1, attained=schedule[0].prefill > 1)]), busy_prefill(2)
+
+    found = find(run, [PoolSizes(1, 1)] * 2, 10.0, Limits(PoolLimits(1, 4), PoolLimits(1, 4)), 1.0)
+    assert found is not None
+    assert found.schedule[0] == PoolSizes(2, 1)
+
+
 def test_the_oracle_gives_up_where_no_pool_may_grow():
     def run(schedule):
         return SimReport([served(1.0, attained=False)]), busy_prefill(1)
