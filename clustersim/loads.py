@@ -51,7 +51,7 @@ MOST_CACHED: Final = 0.9
 PREFIXES: Final = 8
 """The different beginnings that the prompts of a class share."""
 TTFT_PROMPTS: Final = 8.0
-"""The target for TTFT, in times of a mean prompt: twice the time of the 97th percentile of the lengths."""
+"""The target for TTFT, in times of a mean prompt: more than twice the time of the 97th percentile of the lengths."""
 TPOT_STEPS: Final = 1.4
 """The target for TPOT, in steps of one decode: the day of the public trace asks 60 ms of steps of 44 ms."""
 
