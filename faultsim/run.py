@@ -36,7 +36,7 @@ from faultsim.faults import (
     with_sick_workers,
     with_wrong_keys,
 )
-from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE
+from faultsim.oracle import MAX_MODEL_LEN, VOCAB_SIZE, answer
 from faultsim.tap import Census
 from faultsim.transfer import ReadFaults
 from faultsim.worker import LOST_S, WorkerShape
@@ -238,13 +238,14 @@ def _wide(step_s: float = STEP_S) -> Shape:
 
 def run_with_preemptions(seed: int) -> RunReport:
     """Make a run without faults in which prompts are computed where their outputs are, and some outputs take the blocks of
-    others: pools are small, and a hundred short outputs have taught the router that all are short."""
+    others: pools are small, and two hundred short outputs with the same limit have taught the router that all are short."""
     rng = random.Random(f"{seed} preemptions")
     asks = draw_asks(random.Random(f"{seed} workload"), 24, until_s=0.2, unruly=False)
     asks = with_constraints(with_scores(asks, rng, 0.5), rng, 0.5)
     asks = [replace(ask, at_s=ask.at_s + 2.0, params=replace(ask.params, max_tokens=60)) for ask in asks]
-    short = replace(asks[0], prompt=(2,), params=SamplingParams(max_tokens=1), constraint=None)
-    asks += [replace(short, name=f"short{i}", at_s=0.3 + 0.015 * i) for i in range(100)]
+    first = answer((2,), SamplingParams(max_tokens=1)).ids
+    short = replace(asks[0], prompt=(2,), params=SamplingParams(max_tokens=60, stop_token_ids=first), constraint=None)
+    asks += [replace(short, name=f"short{i}", at_s=0.3 + 0.0075 * i) for i in range(200)]
     asks = [replace(ask, placement=Placement.COLOCATED) for ask in asks]
     dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
     shape = with_prefix_caching(_with_kv_dtypes(Shape(), *dtypes), bool(seed & 4))

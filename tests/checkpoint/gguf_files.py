@@ -8,11 +8,11 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pdserve.text.token_bytes import _GPT2
+from pdserve.text.token_bytes import BYTES
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 32, 64, 4, 2, 8
 SPECIALS = ["<|end|>", "<s>", "</s>", "<tool>"]
-ALPHABET = sorted(_GPT2)
+ALPHABET = sorted(BYTES)
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
 TOKENS = [*SPECIALS, *ALPHABET, *(left + right for left, right in MERGES)]
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"

@@ -90,7 +90,7 @@ def test_status_shows_both_pools(cluster):
 def test_a_refused_request_is_one_line_and_1(cluster):
     result = run("generate", cluster.grpc, "--max-tokens", "5000", "hello")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: max_tokens: 5000 ")
+    assert result.stderr.startswith("error: max_tokens: This model's maximum context length is ")
     assert len(result.stderr.splitlines()) == 1
 
 
