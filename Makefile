@@ -140,6 +140,9 @@ bench-placement: setup ## compare policies of placement on a simulated cluster o
 bench-planner: setup ## compare the planner with the best static split over a day on a simulated cluster under TRACE
 	@$(BIN)/python -m bench.planner --trace $(TRACE)
 
+bench-planner-loads: setup ## judge the planner on generated loads, beside static splits and schedules known in advance
+	@$(BIN)/python -m bench.planner_loads $(ARGS)
+
 BUDGET_MINUTES ?= 25
 bench-all: setup ## measure what the literature claims, judge it, and write docs/benchmarks.md; resumes, within BUDGET_MINUTES
 	@$(BIN)/python -m bench.claims --budget-minutes $(BUDGET_MINUTES) --write-docs

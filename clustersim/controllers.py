@@ -1,7 +1,8 @@
-"""Controllers of elastic clusters: the production planner."""
+"""Controllers of elastic clusters: the production planner, and a schedule that knows the load in advance."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.planner.limits import Limits, PoolSizes, Targets
@@ -28,3 +29,23 @@ class PlannerController:
         if last is None or (last.prefill, last.decode) != (planned.prefill, planned.decode):
             self.plans.append((observed.now_s, planned))
         return PoolSizes(planned.prefill, planned.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleController:
+    """Asks for the sizes of each interval so early that the workers serve when it begins. The last sizes stay."""
+
+    schedule: Sequence[PoolSizes]
+    interval_s: float
+    start_s: float
+
+    def sizes(self, observed: Observations) -> PoolSizes:
+        """Return the sizes to ask for at the time of a look."""
+        return self.at(observed.now_s)
+
+    def at(self, now_s: float) -> PoolSizes:
+        """Return the largest sizes from a time on until a worker that is ordered then would serve."""
+        last = len(self.schedule) - 1
+        first = min(last, int(now_s / self.interval_s))
+        ahead = self.schedule[first : 1 + min(last, int((now_s + self.start_s) / self.interval_s))]
+        return PoolSizes(max(one.prefill for one in ahead), max(one.decode for one in ahead))

@@ -2,8 +2,8 @@
 
 A split of n workers costs n times the length of the run, so a split with more workers than one that attains enough costs more
 and cannot be the best. The search therefore goes by the number of workers, and ends after the first number at which a split
-attains enough; all splits of that number are run. A run ends early once so many requests have missed their targets that it
-cannot attain enough any more. Nothing else is left out.
+attains enough; all splits of that number are run. It may go on for a larger share. A run ends early once so many requests have
+missed their targets that it cannot attain enough any more. Nothing else is left out.
 """
 
 from __future__ import annotations
@@ -73,13 +73,23 @@ def splits_of(workers: int, max_prefill: int, max_decode: int) -> Iterator[tuple
 
 
 def search(
-    run: Callable[[Sequence[tuple[int, int]]], Sequence[Split]], max_prefill: int, max_decode: int, enough: float
+    run: Callable[[Sequence[tuple[int, int]], float], Sequence[Split]],
+    max_prefill: int,
+    max_decode: int,
+    shares: Sequence[float],
 ) -> list[Split]:
-    """Return the results of all splits that could be the cheapest one. `run` runs several, perhaps at the same time."""
+    """Return the results of all splits that could be the cheapest one to attain one of the shares.
+
+    `run` gets splits of one number of workers, and the share below which a run may end. It may run several at the same time. A
+    split that has ended below a share attains no larger one, so no split is run twice.
+    """
     found: list[Split] = []
+    left = sorted(set(shares))
     for workers in range(2, max_prefill + max_decode + 1):
-        found += run(list(splits_of(workers, max_prefill, max_decode)))
-        if best_of(found, enough) is not None:
+        found += run(list(splits_of(workers, max_prefill, max_decode)), left[0])
+        while left and best_of(found, left[0]) is not None:
+            left.pop(0)
+        if not left:
             break
     return found
 

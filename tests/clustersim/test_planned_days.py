@@ -66,7 +66,9 @@ def compare(
     )
     report = run_cluster(cluster)
     attained = sum(one.attained for one in report.served) / len(requests)
-    best = best_of(search(lambda ways: [run_split(spec, *way, requests, enough) for way in ways], most, most, enough), enough)
+    best = best_of(
+        search(lambda ways, _: [run_split(spec, *way, requests, enough) for way in ways], most, most, [enough]), enough
+    )
     assert best is not None
     return attained, cluster.pools.worker_s, best
 
@@ -125,7 +127,7 @@ def test_a_split_that_cannot_attain_enough_ends_early_and_is_bounded_from_above(
 
 
 def fake_run(good: set[tuple[int, int]], seen: list[tuple[int, int]]):
-    def run(ways):
+    def run(ways, _):
         seen.extend(ways)
         return [Split(*way, 0.99 if way in good else 0.5, way in good, 10.0 * sum(way)) for way in ways]
 
@@ -134,9 +136,27 @@ def fake_run(good: set[tuple[int, int]], seen: list[tuple[int, int]]):
 
 def test_the_search_leaves_out_only_what_costs_more():
     seen: list[tuple[int, int]] = []
-    found = search(fake_run({(3, 2), (1, 4), (2, 4)}, seen), 3, 4, 0.98)
+    found = search(fake_run({(3, 2), (1, 4), (2, 4)}, seen), 3, 4, [0.98])
     assert set(seen) == {way for workers in range(2, 6) for way in splits_of(workers, 3, 4)}
     best = best_of(found, 0.98)
     assert best is not None
     assert best.workers == 5
-    assert best_of(search(fake_run(set(), seen), 3, 4, 0.98), 0.98) is None
+    assert best_of(search(fake_run(set(), seen), 3, 4, [0.98]), 0.98) is None
+
+
+def test_the_search_goes_on_for_a_larger_share_and_runs_no_split_twice():
+    """The planner may attain less than was asked for. Its cost is compared with splits that attain either share."""
+    seen: list[tuple[tuple[int, int], float]] = []
+
+    def run(ways, enough):
+        seen.extend((way, enough) for way in ways)
+        shares = {way: min(0.99, sum(way) / 6.0) for way in ways}
+        return [Split(*way, shares[way], shares[way] >= enough, 10.0 * sum(way)) for way in ways]
+
+    found = search(run, 3, 4, [0.97, 0.6])
+    low, high = best_of(found, 0.6), best_of(found, 0.97)
+    assert low is not None
+    assert high is not None
+    assert (low.workers, high.workers) == (4, 6)
+    assert dict(seen) == {way: 0.6 if workers <= 4 else 0.97 for workers in range(2, 7) for way in splits_of(workers, 3, 4)}
+    assert len(seen) == len(found)
