@@ -79,6 +79,7 @@ def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> N
         ends = [answer.result(BOUND_S)[-1] for answer in answers]
         assert {end.usage.output_tokens for end in ends} == {TOKENS}
         assert {end.report.attempts for end in ends} == {1}
+        assert {end.report.decode_worker for end in ends} == {"decode-0"}, "what decode-1 had went on elsewhere"
         command.wait_for("decode-1 drained and left")
         assert generate(client).report.decode_worker == "decode-0"
         assert [each.hello.worker_id for each in admin.cluster_state().workers] == ["prefill-0", "decode-0"]

@@ -23,7 +23,7 @@ class SerialThread:
     """A thread that is made, called and closed on one loop. It owns the thread; `close` it."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
-        """At most `max_waiting` callers wait for their turns."""
+        """Make the thread. It lets at most `max_waiting` callers wait for their turns."""
         self._name = name
         self._max_waiting = max_waiting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
