@@ -309,7 +309,7 @@ def simulate(
         Answered(one.arrived_s, one.report.ttft_s, one.report.tpot_s, one.report.prefill_worker != "", one.error)
         for one in sorted(report.served, key=lambda one: one.arrived_s)
     ]
-    looks = [Look(at.observed.now_s, at.observed.prefill.ready, at.observed.decode.ready, at.members) for at in pools.history]
+    looks = [Look(at.observed, at.members) for at in pools.history]
     changes = [(at_s, f"{one.prefill} + {one.decode}: {' '.join(one.reasons)}") for at_s, one in controller.plans]
     return Side(answered, looks, pools.worker_s, changes)
 

@@ -22,7 +22,10 @@ from pdserve.bench.workload.request import BenchRequest
 from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster.events import WorkerPhase
 from pdserve.cluster.scaling.actuator import POLL_S
-from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.cluster.scaling.reading import reading_of
+from pdserve.planner.observations import Observations
+from pdserve.planner.observe import ClusterReading, observe
+from pdserve.rpc.v1 import inference_pb2
 
 LOOK_S: Final = 1.0
 """The time between two looks at the cluster. The actuator reports as often."""
@@ -33,12 +36,25 @@ COMING: Final = {one.value for one in (WorkerPhase.STARTING, WorkerPhase.WAITING
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The cluster at one moment of the day: ready workers of both pools, and all processes that are paid for."""
+    """The cluster at one moment of the day, as the planner observes it, and the number of processes that are paid for."""
 
-    at_s: float
-    prefill: int
-    decode: int
+    observed: Observations
     members: int
+
+    @property
+    def at_s(self) -> float:
+        """The time of the day."""
+        return self.observed.now_s
+
+    @property
+    def prefill(self) -> int:
+        """The ready prefill workers."""
+        return self.observed.prefill.ready
+
+    @property
+    def decode(self) -> int:
+        """The ready decode workers."""
+        return self.observed.decode.ready
 
 
 @dataclass(slots=True)
@@ -51,6 +67,7 @@ class Watched:
     """The time of each start, from the order until the worker was ready."""
     flips_s: list[float] = field(default_factory=list)
     """The time of each change of a role, from the last look at the old role until the first one at the new role."""
+    _reading: ClusterReading | None = None
     _ordered_s: dict[str, float] = field(default_factory=dict)
     _linked: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -69,9 +86,8 @@ class Watched:
             if one.hello.flips > flips:
                 self.flips_s.append(at_s - before_s)
             self._linked[name] = at_s, one.hello.flips
-        ready = [one.hello.role for one in state.workers if one.ready and not one.draining]
-        prefill, decode = (ready.count(role) for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE))
-        self.looks.append(Look(at_s, prefill, decode, len(linked) + len(others)))
+        before, self._reading = self._reading, reading_of(state, at_s=at_s)
+        self.looks.append(Look(observe(before, self._reading), len(linked) + len(others)))
 
     @property
     def worker_s(self) -> float:

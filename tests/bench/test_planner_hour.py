@@ -18,15 +18,20 @@ from bench.deaths.cluster import MARK
 from bench.slow_cluster import Look, Watched
 from bench.slow_worker import Step, read_steps
 from clustersim.costs import StepWork
+from pdserve.planner.observations import Observations, PoolObserved
 from pdserve.rpc.v1 import common_pb2, inference_pb2, scaling_pb2
 
 LENGTH_S = 120.0
 
 
+def look(at_s: float, prefill: int, decode: int) -> Look:
+    return Look(Observations(at_s, 1.0, prefill=PoolObserved(prefill), decode=PoolObserved(decode)), prefill + decode)
+
+
 def side(sizes: list[tuple[int, int]], attained: int = 97, of: int = 100) -> hour.Side:
     """Return a day with these sizes in equal parts, looked at every second."""
     answered = [hour.Answered(float(i), 0.1 if i < attained else 9.0, 0.01, True) for i in range(of)]
-    looks = [Look(float(at_s), *sizes[at_s * len(sizes) // int(LENGTH_S)], 0) for at_s in range(int(LENGTH_S))]
+    looks = [look(float(at_s), *sizes[at_s * len(sizes) // int(LENGTH_S)]) for at_s in range(int(LENGTH_S))]
     return hour.Side(answered, looks, 0.0, [])
 
 
@@ -77,7 +82,7 @@ def test_a_step_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_sizes_are_means_and_maxima_of_each_part() -> None:
-    found = hour.parts_of([Look(0.0, 1, 2, 3), Look(9.0, 3, 2, 5), Look(10.0, 4, 4, 8), Look(30.0, 9, 9, 18)], 30.0, parts=3)
+    found = hour.parts_of([look(0.0, 1, 2), look(9.0, 3, 2), look(10.0, 4, 4), look(30.0, 9, 9)], 30.0, parts=3)
     assert found == [hour.Part((2.0, 2.0), (3, 2)), hour.Part((4.0, 4.0), (4, 4)), None]
 
 
