@@ -438,9 +438,10 @@ def verdict(real: Side, simulated: Side, length_s: float) -> list[str]:
 
 
 async def _until_told(day: Coroutine[Any, Any, RealDay]) -> RealDay:
-    """Run the day so that SIGTERM ends it as Ctrl-C does: what was started is stopped first."""
+    """Run the day so that Ctrl-C and SIGTERM cancel it: what was started is stopped first."""
     task = asyncio.ensure_future(day)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for told in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(told, task.cancel)
     return await task
 
 
@@ -450,7 +451,11 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 def main() -> None:
     """Read the arguments and run both sides."""
-    run(parser_of().parse_args(), Console(width=140))
+    parser = parser_of()
+    try:
+        run(parser.parse_args(), Console(width=140))
+    except asyncio.CancelledError:
+        parser.exit(130, "stopped; nothing of the cluster is left\n")
 
 
 if __name__ == "__main__":
