@@ -65,11 +65,11 @@ class Watched:
     last: inference_pb2.GetClusterStateResponse = field(default_factory=inference_pb2.GetClusterStateResponse)
     starts_s: list[float] = field(default_factory=list)
     """The time of each start, from the order until the worker was ready."""
-    flips_s: list[float] = field(default_factory=list)
-    """The time of each change of a role, from the last look at the old role until the first one at the new role."""
+    flips: int = 0
+    """The changes of roles."""
     _reading: ClusterReading | None = None
     _ordered_s: dict[str, float] = field(default_factory=dict)
-    _linked: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _flips: dict[str, int] = field(default_factory=dict)
 
     def note(self, state: inference_pb2.GetClusterStateResponse, at_s: float) -> None:
         """Take the state of a moment of the day."""
@@ -82,10 +82,8 @@ class Watched:
         for name, one in linked.items():
             if one.ready and name in self._ordered_s:
                 self.starts_s.append(at_s - self._ordered_s.pop(name))
-            before_s, flips = self._linked.get(name, (at_s, one.hello.flips))
-            if one.hello.flips > flips:
-                self.flips_s.append(at_s - before_s)
-            self._linked[name] = at_s, one.hello.flips
+            self.flips += max(0, one.hello.flips - self._flips.get(name, 0))
+            self._flips[name] = one.hello.flips
         before, self._reading = self._reading, reading_of(state, at_s=at_s)
         self.looks.append(Look(observe(before, self._reading), len(linked) + len(others)))
 
