@@ -17,7 +17,7 @@ import math
 import random
 import signal
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -339,7 +339,7 @@ def _size(part: Part | None, pool: int) -> str:
 def summary_of(real: Side, simulated: Side) -> Table:
     """Return the table of the whole day."""
     columns = ("", "in time", "failed", "TTFT p50 s", "p99", "TPOT p50 ms", "p99", "two pools", "worker-hours", "flips")
-    table = Table(*columns, title="the whole day, by the clients' times")
+    table = Table(*columns, title="the whole day; real times are those of the clients")
     for name, side in (("real", real), ("simulated", simulated)):
         ttft = [side.quantile(lambda one: one.ttft_s, part) for part in (0.5, 0.99)]
         tpot = [1e3 * side.quantile(lambda one: one.tpot_s, part) for part in (0.5, 0.99)]
@@ -393,20 +393,24 @@ def run(args: argparse.Namespace, console: Console) -> None:
         day_found = asyncio.run(_until_told(run_day(folder, bench)))
     real, watched, steps = real_side(day_found), day_found.watched, day_found.steps
     costs = fit(steps, COSTS)
+    found = {"arguments": {k: str(v) for k, v in vars(args).items()}, "real": asdict(real), "costs": asdict(costs)}
+    found["starts_s"] = watched.starts_s
+    keep(args.json, found)  # an hour is not to be lost with the simulation of it
     starts_s = watched.starts_s or [args.start]
     simulated = simulate(config, requests, costs, sum(starts_s) / len(starts_s), args.seed)
-    failures = failures_of(real, simulated, day.length_s)
     console.print(table_of(real, simulated, day))
     console.print(summary_of(real, simulated))
     for line in (*measured(day_found, costs), *verdict(real, simulated, day.length_s)):
         console.print(line)
-    if args.json is not None:
-        found = {"real": asdict(real), "simulated": asdict(simulated), "costs": asdict(costs), "failures": failures}
-        found |= {"arguments": {k: str(v) for k, v in vars(args).items()}}
-        found["starts_s"] = watched.starts_s
-        args.json.write_text(json.dumps(found) + "\n")
+    keep(args.json, found | {"simulated": asdict(simulated), "failures": failures_of(real, simulated, day.length_s)})
     if args.plot is not None:
         plot_beside(args.plot, day, {"real": real.looks, "simulated": simulated.looks})
+
+
+def keep(path: Path | None, found: Mapping[str, object]) -> None:
+    """Write results into a file, if one is named."""
+    if path is not None:
+        path.write_text(json.dumps(found) + "\n")
 
 
 def measured(day: RealDay, costs: CostModel) -> list[str]:
@@ -446,8 +450,12 @@ async def _until_told(day: Coroutine[Any, Any, RealDay]) -> RealDay:
 def main() -> None:
     """Read the arguments and run both sides."""
     parser = parser_of()
+    args = parser.parse_args()
+    for name in ("minutes", "rate", "interval", "start"):
+        if not getattr(args, name) > 0.0:
+            parser.error(f"--{name}: {getattr(args, name):g} is not above 0")
     try:
-        run(parser.parse_args(), Console(width=140))
+        run(args, Console(width=140))
     except asyncio.CancelledError:
         parser.exit(130, "stopped; nothing of the cluster is left\n")
 
