@@ -143,6 +143,9 @@ bench-planner: setup ## compare the planner with the best static split over a da
 bench-planner-loads: setup ## judge the planner on generated loads, beside static splits and schedules known in advance
 	@$(BIN)/python -m bench.planner_loads $(ARGS)
 
+bench-planner-hour: setup ## run a day of an hour on real workers that the planner sizes, beside the same day in the simulation
+	@$(BIN)/python -m bench.planner_hour $(ARGS)
+
 BUDGET_MINUTES ?= 25
 bench-all: setup ## measure what the literature claims, judge it, and write docs/benchmarks.md; resumes, within BUDGET_MINUTES
 	@$(BIN)/python -m bench.claims --budget-minutes $(BUDGET_MINUTES) --write-docs

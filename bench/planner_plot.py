@@ -1,8 +1,8 @@
-"""The drawing of a planned day: the demand above, and the workers of both pools below."""
+"""The drawings of planned days: the demand above, and the workers of both pools below; or each pool of two sides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from pdserve.bench.report.themed_figure import LineColours, draw_both
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from bench.slow_cluster import Look
 
 
 def plot(path: Path, day: Day, history: Sequence[PoolsAt], best: Split | None) -> None:
@@ -49,3 +51,24 @@ def _draw(figure: Figure, theme: LineColours, day: Day, history: Sequence[PoolsA
     workers.legend(loc="upper right", ncols=2, framealpha=0.7)
     for axes in (demand, workers):
         axes.grid(True, alpha=0.2)
+
+
+def plot_beside(path: Path, day: Day, sides: Mapping[str, Sequence[Look]]) -> None:
+    """Draw the sizes of two sides for light pages, and into a second file for dark ones. It needs matplotlib."""
+    draw_both(path, (10, 6), lambda figure, theme: _draw_beside(figure, theme, day, sides), dpi=100)
+
+
+def _draw_beside(figure: Figure, theme: LineColours, day: Day, sides: Mapping[str, Sequence[Look]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    prefill, decode = figure.subplots(2, 1, sharex=True)
+    for axes, pool, colour in ((prefill, "prefill", theme.blue), (decode, "decode", theme.orange)):
+        for (name, looks), line in zip(sides.items(), ("-", ":"), strict=True):
+            hours = [day.begins_h + one.at_s / (60.0 * day.minutes_per_hour) for one in looks]
+            axes.step(hours, [getattr(one, pool) for one in looks], line, where="post", color=colour, label=name, linewidth=1.8)
+        axes.set(ylabel=f"{pool} workers, ready", ylim=(0, None), xlim=(day.begins_h, day.begins_h + day.hours))
+        axes.xaxis.set_major_formatter(lambda hour, _: f"{hour % 24:g}")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="upper right", framealpha=0.7)
+        axes.grid(True, alpha=0.2)
+    decode.set(xlabel="hour of the day")

@@ -34,10 +34,13 @@ class _StridingScheduler(Scheduler):
     left: dict[SeqId, int]
     work = StepWork()
     """The work of the step that ends, or of the first step of a stride."""
+    steps = 1
+    """The steps of the stride that ends."""
 
     def took(self, step_s: float) -> None:
-        """Learn the time of the last step, which is the mean one of a stride."""
-        self.rates.add(self.work.prompt_tokens, self.work.decodes, step_s)
+        """Learn the time of the last step, or as often the mean time of the steps of a stride: means forget by steps."""
+        for _ in range(self.steps):
+            self.rates.add(self.work.prompt_tokens, self.work.decodes, step_s)
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan:
         """Plan the next step, or a stride if all that runs decodes."""
@@ -181,7 +184,7 @@ class SimEngine:
         self.prompt_busy_s += took_s if self._work.prompt_tokens else 0.0
         self.prompt_steps += 1 if self._work.prompt_tokens else 0
         self.prompt_tokens += self._work.prompt_tokens
-        self.scheduler.work = self._work
+        self.scheduler.work, self.scheduler.steps = self._work, stride
         for piece in plan.slices[plan.decodes :]:
             if len(piece.samples) < 2:
                 self.computed[piece.seq_id] = self.computed.get(piece.seq_id, 0) + len(piece.token_ids)

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import psutil
@@ -88,8 +89,18 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class DyingCluster:
     """One cluster with its own ports. `up` starts it, also once more after its death, and `close` ends all that it left."""
 
-    def __init__(self, prefill: int, decode: int) -> None:
-        self.http, self.admin, self._grpc, self.link = [free_port() for _ in range(4)]
+    def __init__(
+        self,
+        prefill: int,
+        decode: int,
+        *,
+        module: str = "pdserve.cli",
+        settings: Sequence[str] = ("--model", "tiny", "--set", f"router.advertise_host={RELAY_HOST}"),
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`module` has the command `up`; `settings` are flags beside sizes and ports, and `env` adds variables."""
+        self.http, self.admin, self.grpc, self.link = [free_port() for _ in range(4)]
+        self._module, self._settings, self._env = module, settings, env
         self._sizes = ("--prefill", str(prefill), "--decode", str(decode))
         self._workers = prefill + decode
         self._folder = tempfile.TemporaryDirectory(prefix="d", dir="/tmp")
@@ -103,19 +114,18 @@ class DyingCluster:
         return f"127.0.0.1:{self.http}"
 
     def start(self) -> None:
-        """Run `pdserve up` with the default settings on fixed ports, without waiting for it."""
-        ports = zip(("http", "grpc", "admin", "link"), (self.http, self._grpc, self.admin, self.link), strict=True)
+        """Run `pdserve up` on fixed ports, without waiting for it."""
+        ports = zip(("http", "grpc", "admin", "link"), (self.http, self.grpc, self.admin, self.link), strict=True)
         flags = [part for name, port in ports for part in (f"--{name}-port", str(port))]
-        settings = ("--model", "tiny", "--set", f"router.advertise_host={RELAY_HOST}")
         with (Path(self._folder.name) / "up.out").open("ab") as output:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "pdserve.cli", "up", *self._sizes, *flags, *settings],
+                [sys.executable, "-m", self._module, "up", *self._sizes, *flags, *self._settings],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=self._folder.name,
-                env={**os.environ, MARK: self._mark, "TMPDIR": self._folder.name, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **self._env, MARK: self._mark, "TMPDIR": self._folder.name, "PYTHONPATH": str(ROOT)},
             )
 
     async def ready(self, within_s: float = START_S) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from clustersim.cluster import ClusterSpec, calm_router, simulate
+from clustersim.cluster import Cluster, ClusterSpec, calm_router, run_cluster, simulate
 from clustersim.costs import LLAMA2_70B_A100, LLAMA2_70B_H100, OPT_13B_A100, CostModel, StepWork
 from clustersim.traces import TraceRequest
 from clustersim.workers import WorkerShape
@@ -71,6 +72,17 @@ def test_a_command_cuts_a_stride_at_the_end_of_its_step():
     prompt_s = 1 / 32 + 16 / 1024 + 1 / 256 + 76 / 4096
     assert alone.span_s > 2.0
     assert second.report.ttft_s <= longest_step_s + prompt_s + 2 / 4096
+
+
+def test_a_stride_teaches_the_time_of_a_step_as_often_as_its_steps_would():
+    """Each stride had counted as one step, so the time of a step that a worker tells lagged ten times as long as a real one."""
+    costs = replace(COSTS, context_token_s=0.0)
+    spec = ClusterSpec([], [replace(SHAPE, costs=costs)], calm_router(), block_size=16, max_tokens=512)
+    cluster = Cluster(spec, [*[TraceRequest(0.0, 16, 60, (i,)) for i in range(1, 7)], TraceRequest(10.0, 16, 512, (9,))])
+    run_cluster(cluster)
+    (worker,) = cluster.workers.values()
+    # The means forget by e in 64 steps, and 511 steps of one sequence were the last ones.
+    assert worker.load().decode_step_s == pytest.approx(costs.step_s(StepWork(decodes=1)), rel=1e-3)
 
 
 def _relative_fit(columns: list[np.ndarray], times: np.ndarray) -> np.ndarray:
