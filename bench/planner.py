@@ -104,7 +104,7 @@ def run_planner(args: argparse.Namespace) -> Planned:
     """Run the day with the planner."""
     limits = Limits(PoolLimits(1, args.max_prefill), PoolLimits(1, args.max_decode), can_flip=not args.no_flips)
     controller = PlannerController(Targets(args.ttft, args.tpot, args.attainment), limits)
-    elasticity = Elasticity(limits, interval_s=args.interval, start_s=args.start, flip_s=args.flip)
+    elasticity = Elasticity(limits, interval_s=args.interval, start_s=args.start, flip_s=args.flip, slo_class="default")
     cluster = ElasticCluster(spec_of(args), _day, controller, elasticity, _teller())
     report, pools = run_cluster(cluster), cluster.pools
     attained = sum(one.attained for one in report.served) / len(_day)

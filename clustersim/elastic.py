@@ -47,6 +47,8 @@ class Elasticity:
     """The time from the order of a process until its worker joins."""
     flip_s: float = 5.0
     """The time from the end of one life until the next one joins."""
+    slo_class: str | None = None
+    """The class whose requests tell the controller whether targets are met. None: all classes."""
 
 
 class ElasticCluster(Cluster):
@@ -67,7 +69,7 @@ class ElasticCluster(Cluster):
         self._shapes = {Role.PREFILL: spec.prefill[0], Role.DECODE: spec.decode[0]}
         self.members = [Member(w.worker_id, w.role, w.shape, 0.0, Phase.SERVING, w) for w in self.workers.values()]
         """The processes that have not gone, in the order of their starts."""
-        self._watch = Watch(self.core)
+        self._watch = Watch(self.core, elasticity.slo_class)
         self._numbers = len(self.members)
         self.clock.after(elasticity.interval_s, self._control)
 

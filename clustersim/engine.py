@@ -32,6 +32,8 @@ class _StridingScheduler(Scheduler):
     """The production scheduler. It is given as many drafts as no sequence has tokens left to draw."""
 
     left: dict[SeqId, int]
+    begun: set[SeqId]
+    """The sequences that have decoded a token."""
     work = StepWork()
     """The work of the step that ends, or of the first step of a stride."""
     steps = 1
@@ -48,6 +50,9 @@ class _StridingScheduler(Scheduler):
 
     def _guesses(self) -> Drafts:
         decoding = [seq.seq_id for seq in self._decoding]
+        if not self.begun.issuperset(decoding):  # a first decoded token goes out at once: the router notes its time
+            self.begun.update(decoding)
+            return NO_DRAFTS
         if not decoding:
             return NO_DRAFTS
         rows = min(self._max_seqs, self._token_budget) // len(decoding)
@@ -63,6 +68,7 @@ class EngineCounts(NamedTuple):
     prompt_busy_s: float
     prompt_steps: int
     decode_busy_s: float
+    decode_steps: int
 
 
 class SimEngine:
@@ -94,6 +100,7 @@ class SimEngine:
         self.left: dict[SeqId, int] = {}
         """The tokens that each sequence will still draw. The role writes it before the sequence's command."""
         self.scheduler.left = self.left
+        self.scheduler.begun = set()
         self.steps = 0
         self.busy_s = 0.0
         self.prompt_busy_s = 0.0
@@ -128,7 +135,10 @@ class SimEngine:
         ran_s = self._costs.steps_s(self._work, steps)
         decode_busy_s = self.busy_s - self.prompt_busy_s + ran_s
         output_tokens = self.output_tokens + steps * self._work.decodes
-        return EngineCounts(self.prompt_tokens, output_tokens, self.prompt_busy_s, self.prompt_steps, decode_busy_s)
+        decode_steps = self.steps - self.prompt_steps + steps
+        return EngineCounts(
+            self.prompt_tokens, output_tokens, self.prompt_busy_s, self.prompt_steps, decode_busy_s, decode_steps
+        )
 
     def _steps_done(self) -> int:
         """Return how many steps of the stride have ended."""
@@ -202,6 +212,8 @@ class SimEngine:
                 taken = stride if count > 1 else 1
                 left = self.left[piece.seq_id] = self.left[piece.seq_id] - taken
                 last = EOS if left == 0 else OTHER
+                if left == 0:
+                    self.scheduler.begun.discard(piece.seq_id)
                 drawn += [(GUESS, None)] * (taken - 1) + [(last, None)] * (count - taken + 1)
         return drawn
 

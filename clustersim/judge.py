@@ -149,7 +149,7 @@ def _run(
 ) -> tuple[SimReport, ElasticReport]:
     spec = load.spec
     spec = replace(spec, prefill=[spec.prefill[0]] * begin.prefill, decode=[spec.decode[0]] * begin.decode)
-    elasticity = Elasticity(load.limits, interval_s=INTERVAL_S, start_s=load.start_s)
+    elasticity = Elasticity(load.limits, interval_s=INTERVAL_S, start_s=load.start_s, slo_class=load.classes[0].slo.name)
     cluster = ElasticCluster(spec, requests, controller, elasticity)
     return run_cluster(cluster), cluster.pools
 

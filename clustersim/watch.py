@@ -16,6 +16,7 @@ class Watch:
     """Keeps the last reading, and gives what has happened since."""
 
     core: RouterCore
+    slo_class: str | None = None
     last: ClusterReading | None = None
 
     def look(self, now_s: float, members: Sequence[Member]) -> Observations:
@@ -24,4 +25,4 @@ class Watch:
         demand = self.core.demand(now_s=now_s, uptime_s=now_s)
         before, self.last = self.last, ClusterReading(now_s, 1, len(self.core.waiting), demand, tuple(workers))
         kept = {one.worker_id: one.role for one in members if one.phase is not Phase.DRAINING}
-        return observe(before, self.last, kept)
+        return observe(before, self.last, kept, slo_class=self.slo_class)

@@ -173,6 +173,7 @@ class SimWorker:
             prompt_busy_s=counts.prompt_busy_s - before.prompt_busy_s,
             prompt_steps=counts.prompt_steps - before.prompt_steps,
             decode_busy_s=counts.decode_busy_s - before.decode_busy_s,
+            decode_steps=counts.decode_steps - before.decode_steps,
             uptime_s=self._world.clock.now_s - self._began_s,
         )
 

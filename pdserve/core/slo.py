@@ -105,13 +105,37 @@ def _changed(name: str, values: Mapping[str, Any], path: str) -> SloClass:
 
 @dataclass(frozen=True, slots=True)
 class ClassDemand:
-    """The requests of one class that ended since the router's start, by its targets."""
+    """The requests of one class that ended or were refused since the router's start, by its targets."""
 
     slo_class: str
     ttft_met: int = 0
     ttft_missed: int = 0
     tpot_met: int = 0
     tpot_missed: int = 0
+    late_by_queue: int = 0
+    """Requests that missed the target for TTFT, by what took most of the time: waiting for room on a decode worker."""
+    late_by_prefill_queue: int = 0
+    """Waiting on the prefill worker."""
+    late_by_prefill: int = 0
+    """Computing the prompt there."""
+    late_by_colocated: int = 0
+    """The prompt on the decode worker, its wait there included."""
+    late_by_failure: int = 0
+    """Attempts that failed."""
+    slow_by_transfer: int = 0
+    """Requests that missed the target for TPOT, by what made them slow: the transfer of KV after the first token."""
+    slow_by_first_decode: int = 0
+    """The rest of the time between the first token and the first decoded one."""
+    slow_by_steps: int = 0
+    """The steps after it."""
+    slow_by_failure: int = 0
+    """Attempts that failed."""
+    refused: int = 0
+    """The requests that were refused at once because of the load."""
+    first_gap_s: float = 0.0
+    """The sum of the times between the first token and the first decoded one."""
+    first_gaps: int = 0
+    """The requests that had both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,8 @@ class WorkerLoad:
     """The number of those steps. 0 with a time of them: the worker does not count them."""
     decode_busy_s: float = 0.0
     """The time of all other steps."""
+    decode_steps: int = 0
+    """The number of all other steps. 0 with a time of them: the worker does not count them."""
     prompt_flops: float = 0.0
     """The floating-point operations of the steps that computed prompts."""
     decode_read_bytes: float = 0.0

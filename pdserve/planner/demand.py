@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdserve.planner.means import NO_MEAN, NO_TREND, Mean, Trend
+from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND, Mean, Rate, Trend
 from pdserve.planner.observations import Observations
 from pdserve.planner.season import NO_SEASON, Season
 from pdserve.planner.settings import PlannerSettings
@@ -30,25 +30,25 @@ FEWEST: Final = 1e-3
 class Series:
     """One rate: its mean, its trend, and its season."""
 
-    mean: Mean = NO_MEAN
+    rate: Rate = NO_RATE
     trend: Trend = NO_TREND
     season: Season = NO_SEASON
 
     def add(self, value: float, now_s: float, interval_s: float, settings: PlannerSettings) -> Series:
         """Return the series with the value of an interval that ends at `now_s`."""
         return Series(
-            self.mean.add(value, interval_s, settings.smoothing_s),
+            self.rate.add(value, interval_s, settings.smoothing_s),
             self.trend.add(value, interval_s, settings.smoothing_s, settings.trend_s),
             self.season.add(value, now_s, interval_s, self.trend, settings),
         )
 
-    def measured(self) -> float:
-        """Return the mean of late. 0: nothing was added yet."""
-        return self.mean.value or 0.0
+    def measured(self, piece: float, settings: PlannerSettings) -> float:
+        """Return the present rate. `piece` is that of `Rate.value`. 0: nothing was added yet."""
+        return self.rate.value(piece, settings.smoothing_s) or 0.0
 
-    def trending(self, settings: PlannerSettings) -> float:
+    def trending(self, piece: float, settings: PlannerSettings) -> float:
         """Return what the trend says for the time when a worker that starts now is ready."""
-        return self.trend.ahead(settings.start_s, settings.trend_s) or 0.0
+        return self.measured(piece, settings) + self.trend.rise(settings.start_s, settings.trend_s, piece)
 
     def seasonal(self, now_s: float, settings: PlannerSettings) -> float:
         """Return what the season says for that time. 0: there is none."""
@@ -147,7 +147,9 @@ def prompt_demand(traffic: Traffic, observed: Observations, settings: PlannerSet
     return replace(
         demand,
         request_tokens=None if ratio is None else ratio * uncached,  # those that stay on decode workers are the shorter ones
-        elsewhere=None if share is None else traffic.prompt.measured() * (1 - share),
+        elsewhere=None
+        if share is None
+        else (1 - share) * traffic.prompt.measured((ratio or 0.0) * (1 + settings.prompt_variation), settings),
     )
 
 
@@ -169,8 +171,9 @@ def _demand(
 ) -> PhaseDemand:
     """Return a demand. `ratio`: tokens of a request; `computed`: the share of them that is computed; `waiting`: tokens."""
     tokens, requests = ratio or 0.0, traffic.requests
-    measured = computed * max(series.measured(), tokens * requests.measured())
-    trend = computed * max(series.trending(settings), tokens * requests.trending(settings))
+    piece = tokens * (1 + settings.prompt_variation)
+    measured = computed * max(series.measured(piece, settings), tokens * requests.measured(1.0, settings))
+    trend = computed * max(series.trending(piece, settings), tokens * requests.trending(1.0, settings))
     season = computed * max(series.seasonal(now_s, settings), tokens * requests.seasonal(now_s, settings))
     total = max(trend, season, measured + waiting / settings.horizon_s)
     return PhaseDemand(

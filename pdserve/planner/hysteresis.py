@@ -20,6 +20,10 @@ _LONGEST: Final = 64
 """The largest number of needs that a pool remembers. Beyond, neighbours become one, and the larger one counts."""
 
 
+Largest = tuple[tuple[float, float], ...]
+"""The largest values of late, as pairs of a time and a value: later ones are smaller, and the first is the largest one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
     """The planner's memory of one pool's size."""
@@ -30,6 +34,25 @@ class PoolMemory:
     """The time of the last change."""
     needs: tuple[tuple[float, int], ...] = ()
     """The largest needs of late, as pairs of a time and workers: later ones are smaller, and the first is the largest one."""
+
+    peaks: Largest = ()
+    """The largest present needs of the last day, as `needs`, but not rounded: without forecasts and without what waited."""
+    lows: Largest = ()
+    """The negated smallest present needs of the time in which a worker starts."""
+    rises: Largest = ()
+    """The largest rises of the present need within such a time, of the last day."""
+
+    def room(self) -> float:
+        """Return the workers with which the largest rise of the last day would not be met too late."""
+        if not self.peaks:
+            return 0.0
+        return min(self.peaks[-1][1] + self.rises[0][1], self.peaks[0][1])
+
+    def present(self, need: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
+        """Return the memory with the present need."""
+        lows = _stacked(self.lows, -need, now_s, settings.start_s)
+        rises = _stacked(self.rises, need + lows[0][1], now_s, settings.budget_s)
+        return replace(self, lows=lows, rises=rises, peaks=_stacked(self.peaks, need, now_s, settings.budget_s))
 
     def largest(self, since_s: float) -> int:
         """Return the largest need since a time. The pool's size: no need is remembered."""
@@ -51,13 +74,15 @@ def held(memory: PoolMemory, now_s: float, settings: PlannerSettings) -> PoolMem
     return _noted(memory, memory.wanted, now_s, settings)
 
 
-def decided(memory: PoolMemory, need: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
-    """Return the memory, with the new size, after an interval with the need of so many workers."""
-    memory = _noted(memory, workers_for(need * (1 + settings.tolerance)), now_s, settings)
+def decided(memory: PoolMemory, need: float, now_s: float, settings: PlannerSettings, room: float = 0.0) -> PoolMemory:
+    """Return the memory, with the new size, after an interval with the need of so many workers. `room`: the pool has at least
+    so many, for rises."""
+    room = min(room, MOST_WORKERS)
+    memory = _noted(memory, workers_for(max(need * (1 + settings.tolerance), room)), now_s, settings)
     if now_s < memory.changed_s + settings.cooldown_s:
         return memory
-    if workers_for(need / (1 + settings.tolerance)) > memory.wanted:
-        return replace(memory, wanted=workers_for(need), changed_s=now_s)
+    if workers_for(max(need / (1 + settings.tolerance), room)) > memory.wanted:
+        return replace(memory, wanted=workers_for(max(need, room)), changed_s=now_s)
     largest = memory.largest(now_s - settings.downscale_delay_s)
     return replace(memory, wanted=largest, changed_s=now_s) if largest < memory.wanted else memory
 
@@ -77,8 +102,13 @@ def workers_for(need: float) -> int:
 
 
 def _noted(memory: PoolMemory, workers: int, now_s: float, settings: PlannerSettings) -> PoolMemory:
-    """Return the memory with a need. Smaller needs before it count no more, nor do those from before the delay."""
-    kept = [item for item in memory.needs if item[0] >= now_s - settings.downscale_delay_s and item[1] > workers]
+    """Return the memory with a need."""
+    return replace(memory, needs=_stacked(memory.needs, workers, now_s, settings.downscale_delay_s))
+
+
+def _stacked(largest: Largest, value: float, now_s: float, kept_s: float) -> Largest:
+    """Return the largest values with a new one. Smaller ones before it count no more, nor do those older than `kept_s`."""
+    kept = [item for item in largest if item[0] >= now_s - kept_s and item[1] > value]
     if len(kept) >= _LONGEST:
         kept = [(kept[1][0], kept[0][1]), *kept[2:]]
-    return replace(memory, needs=(*kept, (now_s, workers)))
+    return (*kept, (now_s, value))

@@ -28,6 +28,50 @@ class Mean:
 NO_MEAN: Final = Mean()
 
 
+LADDER: Final = (1 / 3, 1.0, 10 / 3, 10.0)
+"""The times over which a rate is averaged, in times of the smoothing time."""
+CHANCE: Final = 3.5
+"""A difference of so many standard deviations is no chance: of the 17,280 intervals of a day, eight differ so much by chance."""
+DOUBT: Final = 1.5
+"""A rate over a shorter time is believed less so many standard deviations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The rate of pieces that come at random: a mean over long, and over a shorter time where that differs by more than chance.
+
+    So a steady rate has little noise, however few pieces come, and a jump is seen within seconds, where many come.
+    """
+
+    means: tuple[Mean, ...] = (NO_MEAN,) * len(LADDER)
+
+    def add(self, value: float, interval_s: float, time_s: float) -> Rate:
+        """Return the rate with the value of an interval."""
+        return Rate(tuple(mean.add(value, interval_s, step * time_s) for mean, step in zip(self.means, LADDER, strict=True)))
+
+    def value(self, piece: float, time_s: float) -> float | None:
+        """Return the present rate. `piece`: the mean of the squared size of a piece over its mean size. None: nothing was added.
+
+        An exponential mean over t has the variance of a plain one over 2 t. Square roots of counts vary alike for all counts
+        (Anscombe's transform, 1948).
+        """
+        found = self.means[-1].value
+        if found is None or piece <= 0:
+            return found
+        for mean, step in reversed(list(zip(self.means, LADDER, strict=True))):
+            if mean.value is None:
+                continue
+            pieces = 2 * step * time_s * mean.weight / (2 - mean.weight) / piece
+            new, old = (2 * math.sqrt(rate * pieces + 3 / 8) for rate in (mean.value, found))
+            if abs(new - old) > CHANCE:
+                believed = new - math.copysign(DOUBT, new - old)
+                found = max(0.0, believed**2 / 4 - 3 / 8) / pieces
+        return found
+
+
+NO_RATE: Final = Rate()
+
+
 @dataclass(frozen=True, slots=True)
 class Trend:
     """Holt's linear trend: a level and a slope, each an exponentially weighted mean.
@@ -52,6 +96,18 @@ class Trend:
         if self.level is None:
             return None
         return max(0.0, self.level + self.slope_per_s * damping_s * (1 - math.exp(-time_s / damping_s)))
+
+    def rise(self, time_s: float, slope_s: float, piece: float) -> float:
+        """Return by how much more than chance the value rises within `time_s`, at least 0. `slope_s` is that of `add`.
+
+        The slope of a line through pieces that come at random within W has the variance `12 rate * piece / W^3`.
+        """
+        if self.level is None:
+            return 0.0
+        fade_s = max(slope_s, time_s)
+        ahead_s = fade_s * (1 - math.exp(-time_s / fade_s))
+        noise = math.sqrt(12 * max(self.level, 0.0) * piece / (2 * slope_s) ** 3)
+        return max(0.0, ahead_s * (self.slope_per_s - 2 * noise))
 
 
 NO_TREND: Final = Trend()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final
 
 from pdserve.planner.demand import NOTHING, PhaseDemand
@@ -20,7 +21,7 @@ from pdserve.planner.limits import MOST_WORKERS, Targets
 from pdserve.planner.means import NO_MEAN, Mean
 from pdserve.planner.observations import Observations, PoolObserved
 from pdserve.planner.settings import PlannerSettings
-from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, Room, Steps, room
+from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, Line, Room, Steps, room
 from pdserve.planner.waits import wait_within, workers_for_wait
 
 BUSY_TRUST: Final = 2.0
@@ -54,6 +55,12 @@ class Workers:
     kv_used: Mean = NO_MEAN
     decode_used: Mean = NO_MEAN
     """The decode workers whose KV is held or whose sequences run, whichever are more, if each is used up to its share."""
+    running: Mean = NO_MEAN
+    """Running sequences of all decode workers."""
+    ready: int = 0
+    """Decode workers."""
+    first_gap_s: Mean = NO_MEAN
+    """The time of a request between its first token and the first decoded one."""
     max_sequences: float | None = None
 
     def add(self, observed: Observations, settings: PlannerSettings) -> Workers:
@@ -71,10 +78,15 @@ class Workers:
             self._busy(prefill.ready, busy, dt, settings),
             busy is not None and busy < settings.max_utilisation and is_free,
             self.prompts.add(prompts, dt, settings.smoothing_s),
-            self.steps.add(sequences, decode.step_s or 0.0, observed.now_s, dt, settings),
+            self.steps.add(decode.step_sequences or sequences, decode.step_s or 0.0, observed.now_s, dt, settings),
             self.sequences.add(sequences, dt, settings.memory_s) if runs else self.sequences,
             self.kv_used.add(kv_used, dt, settings.memory_s) if runs else self.kv_used,
             self.decode_used.add(decode.ready * _used(decode, kv_used, settings), dt, settings.smoothing_s),
+            self.running.add(decode.ready * (decode.step_sequences or sequences), dt, settings.smoothing_s),
+            decode.ready,
+            self.first_gap_s
+            if observed.first_gap_s is None
+            else self.first_gap_s.add(observed.first_gap_s, dt, settings.memory_s),
             decode.max_sequences or self.max_sequences,
         )
 
@@ -88,6 +100,12 @@ class Workers:
         """Return the prompt tokens that a prefill worker computes in a busy second. None: too few were seen to tell."""
         is_known = self.prompt_rate.weight >= 1 - math.exp(-FEWEST_BUSY_S / settings.memory_s)
         return self.prompt_rate.value if is_known else None
+
+    def overloaded(self, each: Room, line: Line, tpot_s: float | None) -> float:
+        """Return the workers for all sequences that run now, if their steps are too slow. 0: they are not."""
+        total = self.running.value or 0.0
+        ready, slow = self.ready, tpot_s is not None and line.step_s(total / max(1, self.ready)) > tpot_s
+        return total / each.sequences if slow and ready else 0.0
 
     def kv_per_sequence(self) -> float | None:
         """Return the share of a worker's KV blocks that one sequence holds. None: nobody ran yet."""
@@ -121,6 +139,8 @@ class Need:
     room: Room | None = None
     is_bounded: bool = False
     """Twice the busy prefill workers count as the load, which is less than the demand divided by the rate."""
+    present_workers: float = 0.0
+    """The workers that the present demand needs: without a forecast and without what waits."""
 
 
 def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
@@ -136,14 +156,19 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
     load = demanded = min(demand.total / rate, float(MOST_WORKERS))
     if workers.prefill_spare and busy:  # a season may ask for more than is needed now
         load = min(load, max(BUSY_TRUST * busy, demand.season / rate))
-    count = load / settings.max_utilisation
-    if targets.ttft_s is not None and demand.request_tokens:
-        service_s = min(demand.request_tokens / rate, targets.ttft_s)
+    service_s = min(demand.request_tokens / rate, targets.ttft_s) if targets.ttft_s and demand.request_tokens else 0.0
+
+    def workers_of(load: float) -> float:
+        if not service_s or targets.ttft_s is None:
+            return load / settings.max_utilisation
         wait_s = wait_within(targets.ttft_s, service_s)
         miss, variation = 1 - targets.attainment, settings.prompt_variation
-        count = workers_for_wait(load, service_s, wait_s, miss, variation, settings.max_utilisation)
+        return workers_for_wait(load, service_s, wait_s, miss, variation, settings.max_utilisation)
+
+    count, present = workers_of(load), max(workers_of(min(load, demand.measured / rate)), measured, fewest)
     allowed = rate * load / count if count > 0 else rate * settings.max_utilisation
-    return Need(demand, max(count, measured, fewest), allowed, rate, measured, is_bounded=load < demanded)
+    is_bounded = load < demanded
+    return Need(demand, max(count, measured, fewest), allowed, rate, measured, is_bounded=is_bounded, present_workers=present)
 
 
 def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, settings: PlannerSettings) -> Need:
@@ -155,6 +180,25 @@ def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, setting
         if prompts > NOTHING:
             return Need(demand, max(prompts, measured), measured_workers=measured, prompt_workers=prompts)
         return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
-    each = room(line, workers.steps.trusted(), targets.tpot_s, workers.max_sequences, workers.kv_per_sequence(), settings)
-    count = min(demand.total / each.tokens_per_s, float(MOST_WORKERS)) + prompts
-    return Need(demand, max(count, measured), each.tokens_per_s, None, measured, prompts, each)
+    tpot_s = _tpot_of_steps(targets.tpot_s, demand.request_tokens, workers.first_gap_s.value)
+    spread = max(0.0, NormalDist().inv_cdf(targets.attainment))
+    each = room(line, workers.steps.trusted(), tpot_s, workers.max_sequences, workers.kv_per_sequence(), settings, spread)
+    count, present = (min(rate / each.tokens_per_s, float(MOST_WORKERS)) + prompts for rate in (demand.total, demand.measured))
+    return Need(
+        demand,
+        max(count, measured, workers.overloaded(each, line, tpot_s)),
+        each.tokens_per_s,
+        None,
+        measured,
+        prompts,
+        each,
+        present_workers=max(present, measured),
+    )
+
+
+def _tpot_of_steps(tpot_s: float | None, output_tokens: float | None, first_gap_s: float | None) -> float | None:
+    """Return the time that a step may take so that a mean output meets the target although its first decoded token comes late."""
+    if tpot_s is None or output_tokens is None or first_gap_s is None or output_tokens < 3:
+        return tpot_s
+    steps_s = (tpot_s * (output_tokens - 1) - first_gap_s) / (output_tokens - 2)
+    return min(tpot_s, max(steps_s, tpot_s / 2))

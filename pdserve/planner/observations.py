@@ -45,6 +45,8 @@ class PoolObserved:
     """The share of the interval in which the engines were busy, [0, 1], as a mean over the workers."""
     step_s: float | None = None
     """The time of a step; of decode workers, of a step without a prompt."""
+    step_sequences: float | None = None
+    """The sequences of one step of decode workers, as a mean over the steps of the interval."""
     sequences: float | None = None
     """Running sequences of one worker, as a mean over the workers."""
     max_sequences: float | None = None
@@ -61,6 +63,28 @@ class PoolObserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """Requests of a class that ended in the interval and missed a target, by what took most of the time."""
+
+    queue: float = 0.0
+    """TTFT: waiting for room on a decode worker."""
+    prefill_queue: float = 0.0
+    """TTFT: waiting on the prefill worker."""
+    prefill: float = 0.0
+    """TTFT: computing the prompt on the prefill worker."""
+    colocated: float = 0.0
+    """TTFT: the prompt on the decode worker, its wait there included."""
+    transfer: float = 0.0
+    """TPOT: the transfer of KV after the first token."""
+    first_decode: float = 0.0
+    """TPOT: the wait on the decode worker for the first decoded token."""
+    steps: float = 0.0
+    """TPOT: the steps."""
+    failure: float = 0.0
+    """TTFT or TPOT: attempts that failed. A request that missed both counts twice."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observations:
     """The whole cluster in one interval."""
 
@@ -73,3 +97,11 @@ class Observations:
     ttft_met: float | None = None
     """The share of the requests of the class that met its target for the first token, [0, 1]. None: there were none."""
     tpot_met: float | None = None
+    """The share of those that met its target for the time between tokens."""
+    ended: float | None = None
+    """The requests of the class that ended in the interval and had a target."""
+    missed: Missed = Missed()
+    refused: float | None = None
+    """The requests of the class that were refused in the interval because of the load."""
+    first_gap_s: float | None = None
+    """The mean time of its requests between the first token and the first decoded one."""

@@ -16,7 +16,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.roofline.utilisation import START
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
+from pdserve.planner.observations import DemandObserved, Missed, Observations, PoolObserved
 
 MIN_INTERVAL_S: Final = 0.05
 """Counts of a shorter time say nothing: a step takes about so long. A rate of it would be zero or huge."""
@@ -72,6 +72,10 @@ def observe(
         decode=_pool(Role.DECODE, after.workers, seen, coming[Role.DECODE], leaving[Role.DECODE], interval_s),
         ttft_met=met.share("ttft", slo_class),
         tpot_met=met.share("tpot", slo_class),
+        ended=met.ended(slo_class),
+        missed=met.missed(slo_class),
+        refused=met.of_class(slo_class, "refused"),
+        first_gap_s=_ratio(met.of_class(slo_class, "first_gap_s"), met.of_class(slo_class, "first_gaps")),
     )
 
 
@@ -99,12 +103,40 @@ class _Counts:
 
     def share(self, target: str, slo_class: str | None) -> float | None:
         """Return the share of the requests that met a target. None: it cannot be compared, or there were none."""
+        return _share(self.of_class(slo_class, f"{target}_met"), self.of_class(slo_class, f"{target}_missed"))
+
+    def of_class(self, slo_class: str | None, name: str) -> float | None:
+        """Return by how much a count of a class has grown. None as a class: those of all. None: it cannot be compared."""
         before, after = self._before, self._after
         if before is None or self.seconds is None:
             return None
-        old, new = (before, after) if slo_class is None else (before.of_class(slo_class), after.of_class(slo_class))
-        met, missed = f"{target}_met", f"{target}_missed"
-        return _share(_grown(getattr(old, met), getattr(new, met)), _grown(getattr(old, missed), getattr(new, missed)))
+        names = {one.slo_class for one in after.classes} if slo_class is None else {slo_class}
+        return _sum([_grown(getattr(before.of_class(one), name), getattr(after.of_class(one), name)) for one in names])
+
+    def ended(self, slo_class: str | None) -> float | None:
+        """Return how many requests of a class ended and had a target. None: it cannot be compared."""
+        ended = [
+            _sum([self.of_class(slo_class, f"{target}_met"), self.of_class(slo_class, f"{target}_missed")])
+            for target in ("ttft", "tpot")
+        ]
+        return None if None in ended else max(one or 0.0 for one in ended)
+
+    def missed(self, slo_class: str | None) -> Missed:
+        """Return why requests of a class missed their targets. What cannot be compared counts as 0."""
+
+        def of(name: str) -> float:
+            return self.of_class(slo_class, name) or 0.0
+
+        return Missed(
+            queue=of("late_by_queue"),
+            prefill_queue=of("late_by_prefill_queue"),
+            prefill=of("late_by_prefill"),
+            colocated=of("late_by_colocated"),
+            transfer=of("slow_by_transfer"),
+            first_decode=of("slow_by_first_decode"),
+            steps=of("slow_by_steps"),
+            failure=of("late_by_failure") + of("slow_by_failure"),
+        )
 
     def rate(self, *names: str) -> float | None:
         """Return by how much these counts have grown together in a second."""
@@ -159,6 +191,7 @@ def _pool(
         if (old := seen.get((w.hello.worker_id, w.hello.incarnation))) is not None
         and (span := _Span.of(role, old.load, w.load, interval_s)) is not None
     ]
+    steps = _total(spans, lambda s: s.decode_steps) if role is Role.DECODE else None
     return PoolObserved(
         ready=len(ready),
         coming=coming,
@@ -166,7 +199,10 @@ def _pool(
         tokens_per_s=math.fsum(s.tokens / s.seconds for s in spans) if spans else None,
         busy_tokens_per_s=_ratio(_total(spans, lambda s: s.tokens), _total(spans, lambda s: s.busy_s)),
         utilisation=_mean([min(1.0, s.busy_s / s.seconds) for s in spans]),
-        step_s=_mean([_step_s(role, w.load) for w in ready]),
+        step_s=_ratio(_total(spans, lambda s: s.decode_s), steps) or _mean([_step_s(role, w.load) for w in ready]),
+        step_sequences=_ratio(
+            _total(spans, lambda s: s.tokens), steps and _total(spans, lambda s: s.decode_steps + s.prompt_steps)
+        ),
         sequences=_mean([_known(w.load.running_sequences) for w in ready]),
         max_sequences=_mean([_known(w.hello.slots(w.load)) for w in ready]),
         kv_used=_mean([_kv_used(w.load) for w in ready]),
@@ -185,6 +221,11 @@ class _Span:
     busy_s: float
     prompt_s: float
     """The time that prompts added to the steps."""
+    prompt_steps: float
+    decode_s: float
+    """The time of steps without a prompt."""
+    decode_steps: float
+    """The number of those steps. 0: none, or the worker does not count them."""
     queried: float
     hit: float
 
@@ -206,7 +247,11 @@ class _Span:
         if new.running_sequences > 0:
             decodes_s = (_grown(old.prompt_steps, new.prompt_steps) or 0.0) * (_known(new.decode_step_s) or 0.0)
             prompt_s = max(0.0, prompt_s - decodes_s)
-        return cls(seconds, tokens, busy_s, prompt_s, queried, hit)
+        prompt_steps, decode_steps = (
+            _grown(getattr(old, one), getattr(new, one)) or 0.0 for one in ("prompt_steps", "decode_steps")
+        )
+        decode_s = _grown(old.decode_busy_s, new.decode_busy_s) or 0.0
+        return cls(seconds, tokens, busy_s, prompt_s, prompt_steps, decode_s, decode_steps, queried, hit)
 
 
 def _cached(spans: list[_Span]) -> float | None:

@@ -10,7 +10,7 @@ Each part is a file of this room. docs/autoscaling.md explains it to operators, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -65,6 +65,8 @@ class PoolNeed:
 class PlannerState:
     """The memory of a planner from one interval to the next. Its size is bounded."""
 
+    began_s: float | None = None
+    """The end of the first interval of which everything was known."""
     now_s: float | None = None
     """The end of the last interval of which everything was known. None: there was none."""
     sizes: PoolSizes | None = None
@@ -127,17 +129,36 @@ def plan(
         prefill_need(workers, prompt_demand(traffic, observations, settings), targets, settings),
         decode_need(workers, output_demand(traffic, observations, settings), targets, settings),
     )
-    corrections = corrected(state.corrections, observations, targets, _most(observations, needs, state, settings), settings)
-    factors = (corrections.prefill, corrections.decode)
+    corrections = corrected(
+        state.corrections,
+        observations,
+        targets,
+        (needs[0].workers or 0.0, needs[1].workers or 0.0),
+        _most(observations, needs, state, settings),
+        _growing(observations, state),
+        _request_s(traffic, observations, targets),
+        settings,
+    )
+    misses = (corrections.prefill, corrections.decode)
+    factors = (misses[0].of, misses[1].of)
+    request_s = _request_s(traffic, observations, targets)
+    young = followed and now_s - (state.began_s or now_s) < settings.memory_s + 2 * request_s
+    keeps = (
+        corrections.keeps_peaks(corrections.prefill, targets, settings),
+        corrections.keeps_peaks(corrections.decode, targets, settings),
+    )
     before = _ordered(_memories(observations, limits, state, settings), policies, now_s)
-    memories = _sized(before, needs, factors, limits, state, now_s, settings, policies)
+    memories = _sized(before, needs, factors, keeps, limits, state, now_s, settings, policies, young)
     sentences = [
         policy_sentence(role, policies[role], memory.wanted)
         if role in policies
-        else need_sentence(role, need, factor, targets, settings)
+        else need_sentence(role, need, factor(need.workers) / need.workers if need.workers else 1.0, targets, settings)
         for role, need, factor, memory in zip(_ROLES, needs, factors, memories, strict=True)
     ]
-    after = replace(state, now_s=now_s, traffic=traffic, workers=workers, corrections=corrections, memories=memories)
+    began_s = now_s if state.began_s is None else state.began_s
+    after = replace(
+        state, began_s=began_s, now_s=now_s, traffic=traffic, workers=workers, corrections=corrections, memories=memories
+    )
     return _placed(observations, limits, after, memories, _pools(needs, factors, policies), sentences, settings)
 
 
@@ -154,6 +175,7 @@ def planned_once(
     return plan(window, targets, limits, PlannerState(workers=workers), settings, followed=False)
 
 
+Corrected = tuple[Callable[[float], float], Callable[[float], float]]
 _ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
@@ -200,13 +222,29 @@ def _most(
     def most(pool: PoolObserved, need: Need, size: int, memory: PoolMemory) -> float:
         if not need.workers or pool.coming > 0 or not pool.ready >= size >= memory.wanted:
             return 0.0
-        return (pool.ready * (1 + settings.tolerance) + 1) / need.workers
+        return pool.ready * (1 + settings.tolerance)
 
     prefill, decode = state.memories
     return (
         most(observed.prefill, needs[0], state.sizes.prefill, prefill),
         most(observed.decode, needs[1], state.sizes.decode, decode),
     )
+
+
+def _growing(observed: Observations, state: PlannerState) -> tuple[bool, bool]:
+    """Tell of each pool whether workers are on the way to it, or it lacks some that were wanted."""
+    if state.memories is None:
+        return False, False
+    prefill, decode = state.memories
+    return (
+        observed.prefill.coming > 0 or observed.prefill.ready < prefill.wanted,
+        observed.decode.coming > 0 or observed.decode.ready < decode.wanted,
+    )
+
+
+def _request_s(traffic: Traffic, observed: Observations, targets: Targets) -> float:
+    """Return the time that a request takes."""
+    return (targets.ttft_s or 0.0) + (traffic.output_ratio.value or 0.0) * (observed.decode.step_s or targets.tpot_s or 0.0)
 
 
 def _memories(
@@ -235,18 +273,20 @@ def _present(observed: Observations, limits: Limits) -> PoolSizes:
 def _sized(
     memories: tuple[PoolMemory, PoolMemory],
     needs: tuple[Need, Need],
-    factors: tuple[float, float],
+    factors: Corrected,
+    keeps: tuple[bool, bool],
     limits: Limits,
     state: PlannerState,
     now_s: float,
     settings: PlannerSettings,
     policies: Policies,
+    young: bool = False,
 ) -> tuple[PoolMemory, PoolMemory]:
     """Return the memories with the sizes that both pools want now. Where one lacks workers, the other gives those to spare.
     A pool with a policy gives none of its own accord."""
     prefill, decode = (
-        memory if role in policies else _decided(memory, need, factor, now_s, settings)
-        for role, memory, need, factor in zip(_ROLES, memories, needs, factors, strict=True)
+        memory if role in policies else _decided(memory, need, factor, keep, now_s, settings, young)
+        for role, memory, need, factor, keep in zip(_ROLES, memories, needs, factors, keeps, strict=True)
     )
     if limits.can_flip and state.sizes is not None:
         lack = min(prefill.wanted, limits.prefill.max_workers) - state.sizes.prefill
@@ -256,14 +296,26 @@ def _sized(
     return prefill, decode
 
 
-def _decided(memory: PoolMemory, need: Need, factor: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
+def _decided(
+    memory: PoolMemory,
+    need: Need,
+    factor: Callable[[float], float],
+    keeps: bool,
+    now_s: float,
+    settings: PlannerSettings,
+    young: bool = False,
+) -> PoolMemory:
     """Return the memory with the size that the pool wants now. While a worker's rate is unknown, it stays: at 1 or more."""
     if need.workers is not None:
-        return decided(memory, need.workers * factor, now_s, settings)
+        if not young:
+            memory = memory.present(need.present_workers, now_s, settings)
+        room = factor(memory.room()) if keeps else 0.0
+        room = max(room, memory.wanted) if young else room
+        return decided(memory, factor(need.workers), now_s, settings, room)
     return held(replace(memory, wanted=max(memory.wanted, 1)), now_s, settings)
 
 
-def _pools(needs: tuple[Need, Need], factors: tuple[float, float], policies: Policies) -> tuple[PoolNeed, PoolNeed]:
+def _pools(needs: tuple[Need, Need], factors: Corrected, policies: Policies) -> tuple[PoolNeed, PoolNeed]:
     """Return the numbers of both pools up to the need. A pool with a policy has none."""
     prefill, decode = (
         PoolNeed(role)
@@ -272,8 +324,8 @@ def _pools(needs: tuple[Need, Need], factors: tuple[float, float], policies: Pol
             role,
             need.demand.total,
             need.worker_tokens_per_s,
-            factor,
-            None if need.workers is None else need.workers * factor,
+            factor(need.workers) / need.workers if need.workers else 1.0,
+            None if need.workers is None else factor(need.workers),
         )
         for role, need, factor in zip(_ROLES, needs, factors, strict=True)
     )

@@ -34,7 +34,7 @@ class PlannerSettings:
     prompt_variation: float = 1.0
     """The variance of the time of a prompt over its squared mean. 1: as of an exponential distribution. The prompts of
     Azure's public trace of conversations (2023) have 0.92."""
-    tpot_share: float = 0.9
+    tpot_share: float = 0.93
     """The mean decode step may take this share of the TPOT target. The rest is for workers with more than the mean load."""
     kv_share: float = 0.85
     """The largest share of the KV blocks that may be held. The rest is for requests that wait for room, and for growth."""
@@ -49,12 +49,14 @@ class PlannerSettings:
     """A pool gives a worker to the other one, which needs it, after so long a time with a smaller need."""
     cooldown_s: float = 30.0
     """The time after a change of a pool in which the planner changes it no more. The default is Ray Serve's upscale delay."""
-    max_correction: float = 2.0
+    max_correction: float = 4.0
     """The need of a pool that misses its target is multiplied by at most this."""
+    min_correction: float = 0.85
+    """The need of a pool whose requests meet their targets more often than asked is multiplied by at least this."""
     correction_growth_s: float = 120.0
-    """The correction grows by 1 in this time while no request meets the target; slower if fewer requests miss it."""
-    correction_decay_s: float = 1_800.0
-    """The time constant with which a correction decays while the target is met."""
+    """The correction grows e times in this time while no request meets its target; slower if fewer requests miss it."""
+    budget_s: float = 86_400.0
+    """The share of requests that may miss their targets is counted over so long a time: a day."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -120,9 +120,9 @@ def _theil_sen(points: list[tuple[float, float]]) -> Line | None:
     return Line(fixed, slope)
 
 
-KNEE: Final = 0.25
+KNEE: Final = 0.05
 """Fewer sequences than this many times `fixed_s / sequence_s` are never planned for a worker. Without any of them a step would
-be only a fifth shorter, so a target that asks for fewer is not reached by more workers."""
+be only a twentieth shorter, so a target that asks for fewer is not reached by more workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +147,17 @@ def room(
     max_sequences: float | None,
     kv_per_sequence: float | None,
     settings: PlannerSettings,
+    spread: float = 0.0,
 ) -> Room:
-    """Return the most sequences whose step meets the target, for which a worker has slots and KV, and that are believed."""
+    """Return the most sequences whose step meets the target, for which a worker has slots and KV, and that are believed.
+
+    spread: the sequences come and go at random, so they exceed their mean by so many standard deviations (of Poisson's
+    distribution) as often as requests may miss the target.
+    """
     bounds = [(trusted, "a number of sequences that is twice what was seen")]
     if tpot_s is not None and line.sequence_s > 0:
-        allowed = (settings.tpot_share * tpot_s - line.fixed_s) / line.sequence_s
+        most = (tpot_s - line.fixed_s) / line.sequence_s
+        allowed = min((settings.tpot_share * tpot_s - line.fixed_s) / line.sequence_s, _mean_below(most, spread))
         knee = KNEE * line.fixed_s / line.sequence_s
         missed = f"TPOT {tpot_s:g} s, which more workers cannot reach"
         bounds.append((allowed, f"TPOT {tpot_s:g} s") if allowed >= knee else (knee, missed))
@@ -162,3 +168,8 @@ def room(
     sequences, bound = min(bounds)
     sequences = max(sequences, 1.0)
     return Room(sequences, line.step_s(sequences), bound)
+
+
+def _mean_below(most: float, spread: float) -> float:
+    """Return the mean m of which `most` is `spread` standard deviations away: m + spread * sqrt(m) = most."""
+    return (math.sqrt(spread**2 / 4 + most) - spread / 2) ** 2 if most > 0 else most

@@ -236,6 +236,7 @@ class EngineSteps:
             prompt_busy_s=counts.prompt_busy_s,
             prompt_steps=counts.prompt_steps,
             decode_busy_s=counts.decode_busy_s,
+            decode_steps=counts.decode_steps,
             prompt_flops=counts.prompt_flops,
             decode_read_bytes=counts.decode_read_bytes,
             experts=counts.experts,

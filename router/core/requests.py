@@ -282,7 +282,7 @@ class Requests:
             return
         self.saw_end(request, error)
         yield EmitDone(request.request_id, report) if error is None else EmitFailed(request.request_id, error, report)
-        self.demand.ended(report, cancelled=request.machine.state is _S.CANCELLED)
+        self.demand.ended(request, report)
         self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:

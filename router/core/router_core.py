@@ -246,7 +246,7 @@ class RouterCore:
             self._forecaster.foresee(request, now_s)
             return self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s, client=request.client)
         except Overloaded:
-            self.requests.demand.count_refusal()
+            self.requests.demand.count_refusal(request.slo.name)
             raise
 
     def _accept(self, request: LiveRequest, shed: list[LiveRequest], now_s: float) -> Effects:

@@ -134,9 +134,13 @@ class Admission:
         if name and name != self._model.name:
             raise UnknownModel(f"model {name!r:.100} is not served here; {self._model.name!r} is", field="model")
 
+    def class_name(self, name: str) -> str:
+        """Return the name of a request's class. Empty means the default class."""
+        return name or self._config.default_class
+
     def known_class(self, name: str) -> SloClass | None:
         """Return the class of this name, or None for a name that is unknown. Empty means the default class."""
-        return self._classes.get(name or self._config.default_class)
+        return self._classes.get(self.class_name(name))
 
     def _class_of(self, name: str) -> SloClass:
         found = self.known_class(name)

@@ -195,7 +195,7 @@ class RouterService:
             leader = self._admitted.get(request.leader)
             submit = await self._admission.admit(request, arrived_s=arrived_s, leader=leader)
         except Overloaded:
-            self._core.requests.demand.count_refusal()  # the core counts those that it refuses itself
+            self._core.requests.demand.count_refusal(self._admission.class_name(request.slo_class))  # the core counts its own
             raise
         check_workers(submit.spec, self._core.registry)
         return submit

@@ -16,8 +16,8 @@ from pdserve.core.step_plan import StepPlan
 from pdserve.core.worker import WorkerLoad
 
 COUNTED: Final = (
-    "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_steps", "prompt_flops",
-    "decode_read_bytes",
+    "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_steps", "decode_steps",
+    "prompt_flops", "decode_read_bytes",
 )  # fmt: skip
 """The fields of `WorkerLoad` that are counted here."""
 _START: Final = attrgetter("start")
@@ -48,6 +48,7 @@ class StepCounts:
         self.prompt_busy_s = 0.0
         self.prompt_steps = 0
         self.decode_busy_s = 0.0
+        self.decode_steps = 0
         self.prompt_flops = 0.0
         self.decode_read_bytes = 0.0
 
@@ -65,6 +66,7 @@ class StepCounts:
                 self.prompt_flops += _flops(self._flops, plan)
         else:
             self.decode_busy_s += step_s
+            self.decode_steps += 1
             if self._traffic is not None:
                 self.decode_read_bytes += _read_bytes(self._traffic, plan)
 

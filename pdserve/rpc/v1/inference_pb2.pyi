@@ -412,18 +412,42 @@ class Demand(_message.Message):
     def __init__(self, uptime_s: _Optional[float] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., refused: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., longest_wait_s: _Optional[float] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ..., placed_prompt_tokens: _Optional[int] = ..., prefill_prompt_tokens: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassDemand, _Mapping]]] = ...) -> None: ...
 
 class ClassDemand(_message.Message):
-    __slots__ = ("slo_class", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed")
+    __slots__ = ("slo_class", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "late_by_queue", "late_by_prefill_queue", "late_by_prefill", "late_by_colocated", "late_by_failure", "slow_by_transfer", "slow_by_first_decode", "slow_by_steps", "slow_by_failure", "refused", "first_gap_s", "first_gaps")
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MET_FIELD_NUMBER: _ClassVar[int]
     TTFT_MISSED_FIELD_NUMBER: _ClassVar[int]
     TPOT_MET_FIELD_NUMBER: _ClassVar[int]
     TPOT_MISSED_FIELD_NUMBER: _ClassVar[int]
+    LATE_BY_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    LATE_BY_PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    LATE_BY_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    LATE_BY_COLOCATED_FIELD_NUMBER: _ClassVar[int]
+    LATE_BY_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SLOW_BY_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    SLOW_BY_FIRST_DECODE_FIELD_NUMBER: _ClassVar[int]
+    SLOW_BY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SLOW_BY_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GAPS_FIELD_NUMBER: _ClassVar[int]
     slo_class: str
     ttft_met: int
     ttft_missed: int
     tpot_met: int
     tpot_missed: int
-    def __init__(self, slo_class: _Optional[str] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ...) -> None: ...
+    late_by_queue: int
+    late_by_prefill_queue: int
+    late_by_prefill: int
+    late_by_colocated: int
+    late_by_failure: int
+    slow_by_transfer: int
+    slow_by_first_decode: int
+    slow_by_steps: int
+    slow_by_failure: int
+    refused: int
+    first_gap_s: float
+    first_gaps: int
+    def __init__(self, slo_class: _Optional[str] = ..., ttft_met: _Optional[int] = ..., ttft_missed: _Optional[int] = ..., tpot_met: _Optional[int] = ..., tpot_missed: _Optional[int] = ..., late_by_queue: _Optional[int] = ..., late_by_prefill_queue: _Optional[int] = ..., late_by_prefill: _Optional[int] = ..., late_by_colocated: _Optional[int] = ..., late_by_failure: _Optional[int] = ..., slow_by_transfer: _Optional[int] = ..., slow_by_first_decode: _Optional[int] = ..., slow_by_steps: _Optional[int] = ..., slow_by_failure: _Optional[int] = ..., refused: _Optional[int] = ..., first_gap_s: _Optional[float] = ..., first_gaps: _Optional[int] = ...) -> None: ...
 
 class ClassState(_message.Message):
     __slots__ = ("slo_class", "window_s", "requests", "good", "ttft_met", "ttft_missed", "tpot_met", "tpot_missed", "refused", "shed")

@@ -5,13 +5,15 @@ It costs a few additions for each request, and none for each token: tokens of li
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from pdserve.core.sampling import Placement
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core.live_request import LiveRequest
+from router.core.machines.request_machine import RequestState
 
 
 class Demand:
@@ -20,8 +22,10 @@ class Demand:
     def __init__(self) -> None:
         self._requests = self._prompt_tokens = self._ended_tokens = self._refused = 0
         self._placed = {Role.PREFILL: 0, Role.DECODE: 0}
-        self._ended: Counter[tuple[str, str, bool | None]] = Counter()
-        """The requests that ended, by class, target and whether they met it. None: the class has no such target."""
+        self._classes: dict[str, Counter[str]] = {}
+        """The counts of each class of which a request has ended or was refused, by the names of `ClassDemand`."""
+        self._first_gap_s: defaultdict[str, float] = defaultdict(float)
+        """The sum of the times between the first token and the first decoded one, by class."""
 
     def admitted(self, request: LiveRequest) -> None:
         """Count a request that was admitted. One that is shed later was admitted as well."""
@@ -33,17 +37,28 @@ class Demand:
         if request.probe is None:
             self._placed[role] += request.new_prompt_tokens
 
-    def count_refusal(self) -> None:
-        """Count a request that was refused because of the load."""
+    def count_refusal(self, slo_class: str) -> None:
+        """Count a request of a class that was refused because of the load."""
         self._refused += 1
+        self._classes.setdefault(slo_class, Counter())["refused"] += 1
 
-    def ended(self, report: Report, *, cancelled: bool) -> None:
-        """Count the output of a request that has ended, and its targets. A cancelled one says something about targets only if
-        it had missed one before."""
+    def ended(self, request: LiveRequest, report: Report) -> None:
+        """Count the output of a request that has ended, its targets, and why it missed them. A cancelled one says something
+        about targets only if it had missed one before."""
         self._ended_tokens += report.output_tokens
-        if not cancelled or report.ttft_met is False or report.tpot_met is False:
-            self._ended[report.slo_class, "ttft", report.ttft_met] += 1
-            self._ended[report.slo_class, "tpot", report.tpot_met] += 1
+        if request.machine.state is RequestState.CANCELLED and report.ttft_met is not False and report.tpot_met is not False:
+            return
+        counts = self._classes.setdefault(report.slo_class, Counter())
+        for target, met in (("ttft", report.ttft_met), ("tpot", report.tpot_met)):
+            if met is not None:
+                counts[f"{target}_{'met' if met else 'missed'}"] += 1
+        if report.ttft_met is False:
+            counts[late_by(request, report)] += 1
+        if report.tpot_met is False:
+            counts[slow_by(request, report)] += 1
+        if report.first_decode_s:
+            counts["first_gaps"] += 1
+            self._first_gap_s[report.slo_class] += report.first_decode_s - report.ttft_s
 
     def snapshot(
         self, live: Iterable[LiveRequest], waiting: Iterable[LiveRequest], *, now_s: float, uptime_s: float
@@ -55,7 +70,9 @@ class Demand:
             queued_tokens += request.new_prompt_tokens
             if not request.replay:  # a replay was served before, so its arrival says nothing about the queue
                 new_since_s = min(new_since_s, request.times.arrived_s)
-        classes = tuple(self._of_class(name) for name in sorted({name for name, _, _ in self._ended}))
+        classes = tuple(
+            ClassDemand(name, **counts, first_gap_s=self._first_gap_s[name]) for name, counts in sorted(self._classes.items())
+        )
         return DemandCounts(
             uptime_s=uptime_s,
             requests=self._requests,
@@ -73,5 +90,31 @@ class Demand:
             classes=classes,
         )
 
-    def _of_class(self, name: str) -> ClassDemand:
-        return ClassDemand(name, *[self._ended[name, target, met] for target in ("ttft", "tpot") for met in (True, False)])
+
+def late_by(request: LiveRequest, report: Report) -> str:
+    """Return what took most of the time to the first token, as the name of a count of `ClassDemand`."""
+    if not report.decode_worker:
+        return "late_by_queue"
+    if report.attempts > 1 or request.machine.state is RequestState.FAILED:
+        return "late_by_failure"
+    placed_s = (report.ttft_s or report.total_s) - report.queue_s
+    started_s = report.prefill_start_s - report.queue_s
+    if report.placement is Placement.COLOCATED:
+        parts = {"late_by_colocated": placed_s}
+    elif started_s <= 0.0:
+        parts = {"late_by_prefill_queue": placed_s}
+    else:
+        parts = {"late_by_prefill_queue": started_s, "late_by_prefill": placed_s - started_s}
+    return max({"late_by_queue": report.queue_s, **parts}.items(), key=lambda part: part[1])[0]
+
+
+def slow_by(request: LiveRequest, report: Report) -> str:
+    """Return what made the tokens slow, as the name of a count of `ClassDemand`. The steps did where they alone are too slow."""
+    gap_s, gaps = report.first_decode_s - report.ttft_s, report.output_tokens - 1
+    if report.attempts > 1 or request.machine.state is RequestState.FAILED:
+        return "slow_by_failure"
+    steps_s = gaps * report.tpot_s - gap_s
+    if gap_s <= 0.0 or (gaps > 1 and not request.slo.tpot_met(steps_s / (gaps - 1))):
+        return "slow_by_steps"
+    transfer_s = report.kv_committed_s - report.ttft_s
+    return "slow_by_transfer" if transfer_s > gap_s / 2.0 else "slow_by_first_decode"
