@@ -4,7 +4,9 @@
 
 `clustersim.loads` has the groups `tune`, `check` and `held-out`, and says what is drawn. `clustersim.judge` says what counts as
 a loss, and `clustersim.oracle` what the schedules are. All runs use the production core and schedulers, and modelled steps
-(docs/design/0033 and 0035). A load takes minutes of one core or more; `--json` keeps each one as soon as it is judged.
+(docs/design/0033 and 0035). A load takes minutes of one core; `--json` keeps each one as soon as it is judged.
+`--reference` keeps the splits and schedules, which have nothing to do with the planner, and takes those that it has. The
+planner alone takes a minute.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clustersim.days import Day
-from clustersim.judge import Judged, judge
+from clustersim.judge import Judged, Reference, judge, reference_of
 from clustersim.loads import GROUPS, Load, loads_of
 from clustersim.oracle import Oracle
 from clustersim.statics import Split
@@ -68,6 +70,29 @@ def record_of(one: Judged) -> dict[str, object]:
     return {**own, "attainment": one.attainment, "worker_s": one.worker_s, "below": asdict(one.below), **runs}
 
 
+def read_references(path: Path, day: Day) -> dict[str, Reference]:
+    """Read the references of a day from a file that may not exist yet, by load."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {}
+    for line in map(json.loads, lines):
+        if line["day"] == asdict(day):
+            oracle = line["oracle"] and Oracle((), line["oracle"]["attainment"], line["oracle"]["worker_s"])
+            found[line["load"]] = Reference(tuple(Split(**one) for one in line["splits"]), oracle)
+    return found
+
+
+def reference_record(name: str, day: Day, one: Reference) -> dict[str, object]:
+    """Return what a file keeps of the reference of a load."""
+    splits = [asdict(split) for split in one.splits]
+    return {"load": name, "day": asdict(day), "splits": splits, "oracle": one.oracle and asdict(one.oracle)}
+
+
+def judged_with(load: Load, day: Day, reference: Reference | None) -> tuple[Judged, Reference]:
+    """Judge a load, and return its reference too."""
+    reference = reference or reference_of(load, day)
+    return judge(load, day, reference), reference
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not 0.0 < value < math.inf:
@@ -87,6 +112,9 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=2, help="loads that run at the same time, each in a process")
     parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and lengths; the loads stay the same")
     parser.add_argument("--json", type=Path, help="file to which a line is added for each load that was judged")
+    parser.add_argument(
+        "--reference", type=Path, help="file with splits and schedules that were run, to which others are added"
+    )
     return parser
 
 
@@ -106,12 +134,16 @@ def main() -> None:
     loads, console = chosen(parser, args), Console(width=200)
     day = Day(args.hours, 8.0, args.minutes_per_hour, seed=args.seed)
     judged: dict[str, Judged] = {}
+    known = {} if args.reference is None else read_references(args.reference, day)
     with ProcessPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(judge, one, day) for one in loads]):
+        for done in as_completed([pool.submit(judged_with, one, day, known.get(one.name)) for one in loads]):
             try:
-                one = done.result()
+                one, reference = done.result()
             except ConfigError as exc:
                 parser.error(str(exc))
+            if args.reference is not None and one.load.name not in known:
+                with args.reference.open("a") as file:
+                    file.write(json.dumps(reference_record(one.load.name, day, reference)) + "\n")
             judged[one.load.name] = one
             console.print(f"{one.load.name} is judged ({len(judged)} of {len(loads)})")
             if args.json is not None:

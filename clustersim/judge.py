@@ -7,7 +7,7 @@ that is less. Where it is less, the judge also finds the cheapest split that att
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -49,8 +49,8 @@ class Below:
 def below(served: Sequence[Served], asked: float, rises_s: Sequence[float], excused_s: float) -> Below:
     """Find the windows of `WINDOW_REQUESTS` requests, by arrival, that were far below.
 
-    Consecutive ones are one spell. `excused_s` counts from the last rise of the load that is no older than that, or from the
-    begin of the spell. A rise within a spell excuses what follows it anew.
+    Consecutive ones are one spell. `excused_s` counts from the last visible rise of the load that is no older than that, or
+    from the end of the first window: before it, nobody knew. A rise within a spell excuses what follows it anew.
     """
     ordered = sorted(served, key=lambda one: one.arrived_s)
     worst, overdue_s, since_s = 1.0, 0.0, math.inf
@@ -63,7 +63,7 @@ def below(served: Sequence[Served], asked: float, rises_s: Sequence[float], excu
             continue
         begin_s, end_s = window[0].arrived_s, window[-1].arrived_s
         if since_s == math.inf:
-            since_s = max((rise_s for rise_s in rises_s if begin_s - excused_s < rise_s <= begin_s), default=begin_s)
+            since_s = max((rise_s for rise_s in rises_s if begin_s - excused_s < rise_s <= begin_s), default=end_s)
         for rise_s in sorted(one for one in rises_s if since_s < one <= end_s):
             overdue_s = max(overdue_s, rise_s - since_s - excused_s)
             since_s = rise_s
@@ -75,6 +75,15 @@ def compared(worker_s: float, attainment: float, other: Split) -> str:
     """Say what the planner costs beside a static split, and what both attain."""
     said = f"the planner takes {worker_s / other.worker_s:.1%} of the worker-hours of {other.prefill} + {other.decode} workers"
     return f"{said}; it attains {attainment:.2%}, they {other.attainment:.2%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The runs of a load that have nothing to do with the planner."""
+
+    splits: tuple[Split, ...]
+    """All static splits that could be the cheapest one to attain what was asked for."""
+    oracle: Oracle | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,26 +120,11 @@ class Judged:
         return said
 
 
-def judge(load: Load, day: Day, settings: PlannerSettings | None = None) -> Judged:
-    """Run a load under the planner, under all static splits that count, and under the schedules of the oracle's search.
-
-    Raises `ConfigError` for a day so short that no request arrives.
-    """
-    requests = load.requests(day)
-    if not requests:
-        raise ConfigError(f"{load.name} has no request within {day.length_s:g} s: take a longer day")
-    wanted = load.targets.attainment
-    planner = PlannerController(load.targets, load.limits, settings or PlannerSettings(start_s=load.start_s))
-    report, pools = _run(load, requests, planner, load.sizes_at(0.0, day))
-    attainment = sum(one.attained for one in report.served) / len(requests)
-    found_below = below(report.served, wanted, load.rises_s(day), load.start_s + 2.0 * INTERVAL_S)
-
-    def run(ways: Sequence[tuple[int, int]], enough: float) -> list[Split]:
-        return [run_split(load.spec, *way, requests, enough) for way in ways]
-
-    shares = min(wanted, attainment), wanted
-    found = search(run, load.limits.prefill.max_workers, load.limits.decode.max_workers, shares)
-    same, asked = (best_of(found, share) for share in shares)
+def reference_of(load: Load, day: Day) -> Reference:
+    """Run a load under all static splits that count, and under the schedules of the oracle's search. Raises `ConfigError` for a
+    day so short that no request arrives."""
+    requests, wanted = _requests(load, day), load.targets.attainment
+    found = search(_splits(load, requests), load.limits.prefill.max_workers, load.limits.decode.max_workers, (wanted,))
 
     def scheduled(schedule: Sequence[PoolSizes]) -> tuple[SimReport, ElasticReport]:
         controller = ScheduleController(schedule, interval_s, load.start_s)
@@ -138,10 +132,43 @@ def judge(load: Load, day: Day, settings: PlannerSettings | None = None) -> Judg
 
     interval_s = day.length_s / INTERVALS
     first = [_first(load, day, n * interval_s, interval_s) for n in range(INTERVALS)]
-    oracle = find(scheduled, first, interval_s, load.limits, wanted)
+    oracle, asked = find(scheduled, first, interval_s, load.limits, wanted), best_of(found, wanted)
     if asked is not None and (oracle is None or asked.worker_s < oracle.worker_s):  # the split is a schedule too
         oracle = Oracle((PoolSizes(asked.prefill, asked.decode),), asked.attainment, asked.worker_s)
-    return Judged(load, len(requests), attainment, pools.worker_s, found_below, same, asked, oracle)
+    return Reference(tuple(found), oracle)
+
+
+def judge(load: Load, day: Day, reference: Reference | None = None, settings: PlannerSettings | None = None) -> Judged:
+    """Run a load under the planner, and compare it with a reference, which is found first if there is none.
+
+    The planner begins with the sizes of the static split that attains what was asked for: those of a capacity plan, not of a
+    first day. Raises `ConfigError` for a day so short that no request arrives.
+    """
+    requests, wanted = _requests(load, day), load.targets.attainment
+    reference = reference or reference_of(load, day)
+    asked = best_of(reference.splits, wanted)
+    begin = load.sizes_at(0.0, day) if asked is None else PoolSizes(asked.prefill, asked.decode)
+    planner = PlannerController(load.targets, load.limits, settings or PlannerSettings(start_s=load.start_s))
+    report, pools = _run(load, requests, planner, begin)
+    attainment = sum(one.attained for one in report.served) / len(requests)
+    found_below = below(report.served, wanted, load.rises_s(day), load.start_s + 2.0 * INTERVAL_S)
+    same = asked
+    if attainment < wanted:
+        most = load.limits.prefill.max_workers, load.limits.decode.max_workers
+        same = best_of(search(_splits(load, requests), *most, (attainment,)), attainment)
+    return Judged(load, len(requests), attainment, pools.worker_s, found_below, same, asked, reference.oracle)
+
+
+def _requests(load: Load, day: Day) -> list[TraceRequest]:
+    requests = load.requests(day)
+    if not requests:
+        raise ConfigError(f"{load.name} has no request within {day.length_s:g} s: take a longer day")
+    return requests
+
+
+def _splits(load: Load, requests: Sequence[TraceRequest]) -> Callable[[Sequence[tuple[int, int]], float], Sequence[Split]]:
+    """Return what runs some splits."""
+    return lambda ways, enough: [run_split(load.spec, *way, requests, enough) for way in ways]
 
 
 def _run(

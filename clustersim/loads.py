@@ -52,6 +52,8 @@ PREFIXES: Final = 8
 """The different beginnings that the prompts of a class share."""
 TTFT_PROMPTS: Final = 8.0
 """The target for TTFT, in times of a mean prompt: more than twice the time of the 97th percentile of the lengths."""
+CHANCE: Final = 3.0
+"""A rate that differs by so many standard deviations differs by more than chance."""
 TPOT_STEPS: Final = 1.4
 """The target for TPOT, in steps of one decode: the day of the public trace asks 60 ms of steps of 44 ms."""
 
@@ -152,9 +154,19 @@ class Load:
         return [level for begins, level in self.levels if begins * day.length_s <= time_s][-1]
 
     def rises_s(self, day: Day) -> list[float]:
-        """Return the moments at which the rate jumps up. A season only drifts."""
-        pairs = zip(self.levels, self.levels[1:], strict=False)
-        return [begins * day.length_s for (_, before), (begins, level) in pairs if level > before]
+        """Return the moments at which jumps of the rate can be told from chance. A season only drifts.
+
+        A jump from a to b requests a second can be told after t seconds with `(b - a) t = 3 sqrt(a t)`. One that ends before
+        cannot.
+        """
+        times_s = [begins * day.length_s for begins, _ in self.levels] + [day.length_s]
+        found = []
+        for n in range(1, len(self.levels)):
+            before, after = (self.peak_per_s * level for _, level in self.levels[n - 1 : n + 1])
+            if after > before:
+                visible_s = times_s[n] + CHANCE**2 * before / (after - before) ** 2
+                found += [visible_s] if visible_s < times_s[n + 1] else []
+        return found
 
     def sizes_at(self, time_s: float, day: Day) -> PoolSizes:
         """Return the sizes of which each worker would be busy for at most the whole time."""

@@ -1,96 +1,173 @@
-"""Corrections: what the share of requests in time teaches the planner, whatever its formulas leave out.
+"""Corrections: what requests that miss their targets teach the planner, whatever its formulas leave out.
 
-Misses teach two things. While nobody is on the way to a pool, they say that the formulas ask for too few workers: the pool's
-factor grows. While workers are on their way, they say that these came too late: a pool keeps the workers of its last peaks as
-long as more requests of the last day have missed their targets than may. The factor follows the rule of adaptive conformal
-inference (Gibbs and Candes, 2021): each miss raises it, each request lowers it by the share that may miss, and so the share
-that misses in the long run is the one that may, for any load.
+Misses teach two things. While nobody is on the way to a pool, they say that the formulas ask for too few workers: the margin
+of the pool grows. While workers are on their way, they say that these came too late: the pool keeps room for rises such as it
+has seen within the last day, as long as another one of them would make more requests of the day miss than may.
+
+The margin follows the rule of adaptive conformal inference (Gibbs and Candes, 2021): each miss raises it, and each request
+lowers it by the share that may miss. So it comes to rest where the share that misses is the one that may, for any load.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from pdserve.planner.limits import Targets
 from pdserve.planner.means import NO_MEAN, Mean
-from pdserve.planner.observations import Observations
+from pdserve.planner.observations import Missed, Observations
 from pdserve.planner.settings import PlannerSettings
 
 IDLE: Final = 0.5
 """Prefill workers that are busy for less than half of the time do not explain a late first token: prompts wait for decode."""
 CAUTION: Final = 4.0
-"""A factor falls below 1 so many times as slowly as to 1: nothing was wrong yet."""
+"""A margin falls below 0 so many times as slowly as to 0: nothing was wrong yet."""
 GROWTH: Final = 0.1
-"""A pool grows at once by this part for each time that its misses are as many as may be."""
+"""A pool grows at once by this part for each time that its misses are as many as may be: by all of it at ten times as many."""
+LEAST_PART: Final = 0.5
+"""The least part of the misses that may be which lowers the margin of a pool. Both pools have at least half of them: where both
+miss, so that the sum is a little more than may, and where one does, so that the other one's margin still comes to rest."""
 TRIED: Final = 2.0
 """More workers were tried once the pool has so many times those with which requests began to miss."""
 HELPED: Final = 0.8
 """They have not helped if more than this part of the misses is left."""
 FEW: Final = 0.1
-"""A pool that had less than this part of the misses is not the reason for them."""
+"""A rise with less than this part of the misses of the day is no reason to keep room for others."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolMisses:
-    """What the misses of one pool have taught."""
+class Pool:
+    """One pool in the interval, as far as its correction needs it."""
+
+    ready: int
+    need: float
+    """The workers that the formulas ask for. 0: it is not known."""
+    most: float
+    """The corrected need may grow at least to this. 0: a limit or workers on their way forbid that it grows."""
+    is_growing: bool
+    """Workers are on their way, or some that were wanted are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCorrection:
+    """What misses because of one pool have taught."""
 
     margin: float = 0.0
-    """Above 0: the need has so many times its square root added (square-root staffing). Below: it is multiplied by e to this."""
-    settled: Mean = NO_MEAN
-    """Requests a second that missed a target because of the pool while nobody was on the way to it."""
-    growing: Mean = NO_MEAN
-    """The same while workers were on the way, or requests from that time still ran."""
-    growing_until_s: float = -math.inf
-    growth: float = 0.0
-    """The requests that missed a target because of the pool in the present growth, or in the last one."""
-    worst_growth: float = 0.0
-    """The largest number of such requests in one growth. It fades with the time of the budget."""
+    """Above 0: the need has so many times its square root added. Below: it is multiplied by e to this."""
+    missed: Mean = NO_MEAN
+    """Requests a second, over the time of the budget, that missed a target because of the pool."""
     share: Mean = NO_MEAN
-    """The share of the requests of late that missed a target because of the pool while nobody was on the way."""
+    """The share of the requests of late that did while nobody was on the way."""
+    growing_until_s: float | None = None
+    """Until then, requests end that ran while workers were on the way. None: none ever were."""
+    growth_missed: float = 0.0
+    """The requests that missed because of the pool in the present growth, or in the last one."""
+    worst_growth: float = 0.0
+    """The most such requests of one growth. It fades with the time of the budget."""
     began: tuple[int, float] | None = None
-    """The workers, and this share, when the margin began to grow above 0. None: it is not above 0."""
+    """The workers, and the share that missed, when the margin began to grow above 0. None: it is not above 0."""
     is_futile: bool = False
-    """More workers have not helped."""
+    """More workers have not helped, so the margin does not grow."""
 
     def of(self, need: float) -> float:
-        """Return the corrected need."""
-        return need * math.exp(self.margin) if self.margin <= 0 else need + self.margin * math.sqrt(need)
+        """Return the corrected need. The square root is that of square-root staffing: what comes at random varies by it."""
+        return need * math.exp(self.margin) if self.margin <= 0.0 else need + self.margin * math.sqrt(need)
 
-    @property
-    def missed(self) -> float:
-        """Return the requests a second that missed a target because of the pool."""
-        return (self.settled.value or 0.0) + (self.growing.value or 0.0)
+    def after(
+        self, pool: Pool, count: float, state: Corrections, observed: Observations, attainment: float, request_s: float,
+        settings: PlannerSettings,
+    ) -> PoolCorrection:  # fmt: skip
+        """Return the correction after an interval in which `count` requests missed a target because of the pool."""
+        now_s, dt, ended, may = observed.now_s, observed.interval_s, ended_of(observed), 1.0 - attainment
+        until_s = now_s + request_s if pool.is_growing else self.growing_until_s
+        is_growing = until_s is not None and now_s <= until_s
+        share = self.share
+        if ended and not is_growing:
+            share = share.add(min(1.0, count / ended), dt, settings.memory_s)
+        late = share.value or 0.0
+        margin, began, is_futile = self.margin, self.began, self.is_futile
+        if state.rate.value and pool.need > 0.0:
+            part = max((self.missed.value or 0.0) / total, LEAST_PART) if (total := state.missed_by_pools) else 1.0
+            allowed = 0.0 if margin > 0.0 and state.is_overdrawn(attainment) else may * ended * part
+            counted = 0.0 if is_growing and margin >= 0.0 else count
+            step = (counted - allowed) / (state.rate.value * settings.correction_growth_s)
+            most = 0.0 if is_futile else pool.most + max(1.0, pool.ready * min(1.0, GROWTH * late / may))
+            margin = self._moved(pool.need, step, most, settings)
+        if margin <= 0.0:
+            began, is_futile = None, False
+        elif began is None:
+            began = (pool.ready, max(late, may))
+        elif not is_growing and pool.ready >= TRIED * began[0] and late > HELPED * began[1]:
+            is_futile = True
+        goes_on = self.growing_until_s is not None and now_s - dt <= self.growing_until_s
+        before = self.growth_missed if goes_on or not is_growing else 0.0
+        growth = before + (count if is_growing else 0.0)
+        return PoolCorrection(
+            margin,
+            self.missed.add(count / dt, dt, settings.budget_s),
+            share,
+            until_s,
+            growth,
+            max(growth, self.worst_growth * math.exp(-dt / settings.budget_s)),
+            began,
+            is_futile,
+        )
+
+    def _moved(self, need: float, step: float, most: float, settings: PlannerSettings) -> float:
+        """Return the margin after a step of the logarithm of the corrected need, which grows no further than `most`."""
+        if step <= 0.0 and self.margin <= 0.0:
+            step /= CAUTION
+        workers = self.of(need)
+        moved = workers * math.exp(step)
+        if step > 0.0:
+            moved = max(workers, min(moved, max(most, need), settings.max_correction * max(need, 1.0)))
+        moved = max(moved, settings.min_correction * need)
+        return (moved - need) / math.sqrt(need) if moved > need else math.log(moved / need)
 
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """The factors of both pools, and the shares of requests that met their targets of late and over the last day."""
+    """The corrections of both pools, and the requests that missed a target: over the time of the budget and of late."""
 
-    prefill: PoolMisses = PoolMisses()
-    decode: PoolMisses = PoolMisses()
+    prefill: PoolCorrection = PoolCorrection()
+    decode: PoolCorrection = PoolCorrection()
     ended: Mean = NO_MEAN
     """Requests a second that ended or were refused, over the time of the budget."""
     missed: Mean = NO_MEAN
     """Those of them that missed a target."""
     rate: Mean = NO_MEAN
-    """Requests a second that ended, of late."""
+    """Requests a second that ended or were refused, of late."""
+    causes: tuple[Mean, ...] = ()
+    """Requests a second of late that missed a target, by the fields of `Missed`."""
+    refused: Mean = NO_MEAN
+    """Requests a second of late that were refused."""
+
+    @property
+    def pools(self) -> tuple[PoolCorrection, PoolCorrection]:
+        """Return the corrections of prefill and of decode."""
+        return self.prefill, self.decode
+
+    @property
+    def missed_by_pools(self) -> float:
+        """Return the requests a second that missed a target because of either pool, over the time of the budget."""
+        return (self.prefill.missed.value or 0.0) + (self.decode.missed.value or 0.0)
 
     @property
     def missed_share(self) -> float:
-        """Return the share of the requests of the last day that missed a target."""
+        """Return the share of the requests that missed a target, over the time of the budget."""
         return (self.missed.value or 0.0) / ended if (ended := self.ended.value) else 0.0
 
-    def keeps_peaks(self, pool: PoolMisses, targets: Targets, settings: PlannerSettings) -> bool:
-        """Tell whether a pool keeps the workers of its last peaks: with another rise like the worst one, too many requests would
-        have missed."""
-        ended_s = self.ended.value or 0.0
-        if not ended_s:
-            return False
-        seconds = -settings.budget_s * math.log(max(1.0 - self.ended.weight, 1e-9))
+    def is_overdrawn(self, attainment: float) -> bool:
+        """Tell whether more requests have missed than may."""
+        return self.missed_share > 1.0 - attainment
+
+    def keeps_room(self, pool: PoolCorrection, attainment: float, settings: PlannerSettings) -> bool:
+        """Tell whether a pool keeps room for rises: another one like the worst would make more requests miss than may."""
+        seconds = -settings.budget_s * math.log(max(1.0 - self.ended.weight, 1e-9))  # those that the means have seen
         missed = (self.missed.value or 0.0) * seconds + pool.worst_growth
-        return missed > (1 - targets.attainment) * ended_s * seconds and pool.worst_growth > FEW * missed
+        may = (1.0 - attainment) * (self.ended.value or 0.0) * seconds
+        return missed > may and pool.worst_growth > FEW * missed
 
 
 NO_CORRECTIONS: Final = Corrections()
@@ -100,78 +177,57 @@ def corrected(
     state: Corrections,
     observed: Observations,
     targets: Targets,
-    needs: tuple[float, float],
-    most: tuple[float, float],
-    is_growing: tuple[bool, bool],
+    pools: tuple[Pool, Pool],
     request_s: float,
     settings: PlannerSettings,
 ) -> Corrections:
     """Return the corrections after an interval.
 
-    needs: the workers that prefill and decode need. most: their corrected needs grow to these. is_growing: workers are on the way to prefill, to decode.
-    request_s: the time of a request, for which one that began before a worker came still runs.
+    pools: prefill and decode. request_s: the time of a request; one that began before a worker came ends so much later.
     """
     missed, dt = observed.missed, observed.interval_s
-    refused = observed.refused or 0.0
-    on_decode = waits_for_decode(observed)
-    prefill = missed.prefill_queue + missed.prefill + (0.0 if on_decode else refused)
-    decode = missed.queue + missed.colocated + missed.first_decode + missed.steps + (refused if on_decode else 0.0)
-    ended = (observed.ended or 0.0) + refused
-    all_missed = min(prefill + decode + missed.transfer + missed.failure / 2, ended)
-    rate = state.rate.add(ended / dt, dt, settings.memory_s)
-    total = state.prefill.missed + state.decode.missed
-    overdrawn = state.missed_share > 1 - targets.attainment
-
-    def moved(pool: PoolMisses, workers: int, count: float, need: float, most: float, is_growing: bool) -> PoolMisses:
-        until_s = observed.now_s + request_s if is_growing else pool.growing_until_s
-        growing = observed.now_s <= until_s
-        share = max(pool.missed / total, 0.5) if total > 0 else 1.0
-        counted = 0.0 if growing and pool.margin >= 0.0 else count
-        late = pool.share if growing or not ended else pool.share.add(min(1.0, count / ended), dt, settings.memory_s)
-        margin, began, is_futile = pool.margin, pool.began, pool.is_futile
-        if rate.value and need > 0:
-            allowed = (1 - targets.attainment) * ended * share if pool.margin <= 0.0 or not overdrawn else 0.0
-            step = (counted - allowed) / (rate.value * settings.correction_growth_s)
-            most += max(1.0, workers * min(1.0, GROWTH * (late.value or 0.0) / (1 - targets.attainment)))
-            margin = _margin(pool, need, step, most if not is_futile else 0.0, settings)
-        if margin <= 0.0:
-            began, is_futile = None, False
-        elif began is None:
-            began = (workers, max(late.value or 0.0, 1 - targets.attainment))
-        elif not growing and workers >= TRIED * began[0] and (late.value or 0.0) > HELPED * began[1]:
-            is_futile = True
-        growth = (pool.growth if observed.now_s - dt <= pool.growing_until_s else 0.0) + count if growing else pool.growth
-        return PoolMisses(
-            margin,
-            pool.settled.add(0.0 if growing else count / dt, dt, settings.budget_s),
-            pool.growing.add(count / dt if growing else 0.0, dt, settings.budget_s),
-            until_s,
-            growth,
-            max(growth, pool.worst_growth * math.exp(-dt / settings.budget_s)),
-            late,
-            began,
-            is_futile,
-        )
-
+    by_prefill, by_decode = blamed(observed)
+    ended = ended_of(observed)
+    count = min(by_prefill + by_decode + missed.transfer + missed.failure / 2.0, ended)
+    state = Corrections(
+        state.prefill,
+        state.decode,
+        state.ended,
+        state.missed,
+        state.rate.add(ended / dt, dt, settings.memory_s),
+        tuple(
+            mean.add(getattr(missed, field.name) / dt, dt, settings.memory_s)
+            for mean, field in zip(state.causes or (NO_MEAN,) * len(fields(Missed)), fields(Missed), strict=True)
+        ),
+        state.refused.add((observed.refused or 0.0) / dt, dt, settings.memory_s),
+    )
+    prefill, decode = (
+        one.after(pool, blame, state, observed, targets.attainment, request_s, settings)
+        for one, pool, blame in zip((state.prefill, state.decode), pools, (by_prefill, by_decode), strict=True)
+    )
     return Corrections(
-        moved(state.prefill, observed.prefill.ready, prefill, needs[0], most[0], is_growing[0]),
-        moved(state.decode, observed.decode.ready, decode, needs[1], most[1], is_growing[1]),
+        prefill,
+        decode,
         state.ended.add(ended / dt, dt, settings.budget_s),
-        state.missed.add(all_missed / dt, dt, settings.budget_s),
-        rate,
+        state.missed.add(count / dt, dt, settings.budget_s),
+        state.rate,
+        state.causes,
+        state.refused,
     )
 
 
-def _margin(pool: PoolMisses, need: float, step: float, most: float, settings: PlannerSettings) -> float:
-    """Return the margin after a step of the logarithm of the corrected need."""
-    if step <= 0.0:
-        step /= CAUTION if pool.margin <= 0.0 else 1.0
-    workers = pool.of(need)
-    grown = workers * math.exp(step)
-    if step > 0.0:
-        grown = max(workers, min(grown, max(most, need), settings.max_correction * max(need, 1.0)))
-    grown = max(grown, settings.min_correction * need)
-    return (grown - need) / math.sqrt(need) if grown > need else math.log(grown / need)
+def ended_of(observed: Observations) -> float:
+    """Return the requests that ended or were refused in the interval."""
+    return (observed.ended or 0.0) + (observed.refused or 0.0)
+
+
+def blamed(observed: Observations) -> tuple[float, float]:
+    """Return the requests that missed a target because of the prefill pool, and because of the decode pool."""
+    missed, refused = observed.missed, observed.refused or 0.0
+    on_decode = waits_for_decode(observed)
+    prefill = missed.prefill_queue + missed.prefill + (0.0 if on_decode else refused)
+    decode = missed.queue + missed.colocated + missed.first_decode + missed.steps + (refused if on_decode else 0.0)
+    return prefill, decode
 
 
 def waits_for_decode(observed: Observations) -> bool:

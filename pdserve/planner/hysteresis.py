@@ -3,6 +3,8 @@
 A pool of n workers stays as it is while the need is between (n - 1) / (1 + tolerance) and n * (1 + tolerance). Above, it grows
 to the need. Below, it shrinks to the largest need of `downscale_delay_s`. A worker that the other pool needs goes to it sooner,
 after `flip_delay_s`: a change of roles takes seconds, where a stop and a start take minutes.
+
+A pool may also be told to keep room for a rise: for the largest one of the last day within the time in which a worker starts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _LONGEST: Final = 64
 
 
 Largest = tuple[tuple[float, float], ...]
-"""The largest values of late, as pairs of a time and a value: later ones are smaller, and the first is the largest one."""
+"""Values of late, as pairs of a time and a value: each is larger than all later ones, so the first is the largest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +34,28 @@ class PoolMemory:
     """The size that the need asks for, before limits."""
     changed_s: float
     """The time of the last change."""
-    needs: tuple[tuple[float, int], ...] = ()
-    """The largest needs of late, as pairs of a time and workers: later ones are smaller, and the first is the largest one."""
-
+    needs: Largest = ()
+    """The largest needs of late, in whole workers."""
     peaks: Largest = ()
-    """The largest present needs of the last day, as `needs`, but not rounded: without forecasts and without what waited."""
+    """The largest present needs of the last day: without forecasts, and without what waited."""
     lows: Largest = ()
     """The negated smallest present needs of the time in which a worker starts."""
     rises: Largest = ()
     """The largest rises of the present need within such a time, of the last day."""
 
     def room(self) -> float:
-        """Return the workers with which the largest rise of the last day would not be met too late."""
-        if not self.peaks:
-            return 0.0
-        return min(self.peaks[-1][1] + self.rises[0][1], self.peaks[0][1])
+        """Return the workers that would serve another rise like the largest one of the last day, but no more than its peak."""
+        return min(self.peaks[-1][1] + self.rises[0][1], self.peaks[0][1]) if self.peaks else 0.0
 
-    def present(self, need: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
-        """Return the memory with the present need."""
+    def seen(self, need: float, now_s: float, settings: PlannerSettings) -> PoolMemory:
+        """Return the memory with the present need of an interval."""
         lows = _stacked(self.lows, -need, now_s, settings.start_s)
         rises = _stacked(self.rises, need + lows[0][1], now_s, settings.budget_s)
         return replace(self, lows=lows, rises=rises, peaks=_stacked(self.peaks, need, now_s, settings.budget_s))
 
     def largest(self, since_s: float) -> int:
         """Return the largest need since a time. The pool's size: no need is remembered."""
-        return next((workers for at_s, workers in self.needs if at_s >= since_s), self.wanted)
+        return int(next((workers for at_s, workers in self.needs if at_s >= since_s), self.wanted))
 
 
 def begun(size: int, now_s: float) -> PoolMemory:
@@ -75,8 +74,7 @@ def held(memory: PoolMemory, now_s: float, settings: PlannerSettings) -> PoolMem
 
 
 def decided(memory: PoolMemory, need: float, now_s: float, settings: PlannerSettings, room: float = 0.0) -> PoolMemory:
-    """Return the memory, with the new size, after an interval with the need of so many workers. `room`: the pool has at least
-    so many, for rises."""
+    """Return the memory, with the new size, after an interval with such a need. The pool has at least `room`."""
     room = min(room, MOST_WORKERS)
     memory = _noted(memory, workers_for(max(need * (1 + settings.tolerance), room)), now_s, settings)
     if now_s < memory.changed_s + settings.cooldown_s:

@@ -31,14 +31,16 @@ NO_MEAN: Final = Mean()
 LADDER: Final = (1 / 3, 1.0, 10 / 3, 10.0)
 """The times over which a rate is averaged, in times of the smoothing time."""
 CHANCE: Final = 3.5
-"""A difference of so many standard deviations is no chance: of the 17,280 intervals of a day, eight differ so much by chance."""
+"""A difference of so many standard deviations is no chance: eight of the 17,280 intervals of a day differ as much by chance."""
+NOTHING: Final = 0.05
+"""Fewer pieces are none: an exponential mean remembers for ever what has ended."""
 DOUBT: Final = 1.5
 """A rate over a shorter time is believed less so many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The rate of pieces that come at random: a mean over long, and over a shorter time where that differs by more than chance.
+    """The rate of pieces that come at random: a mean over long, or over a shorter time that differs by more than chance.
 
     So a steady rate has little noise, however few pieces come, and a jump is seen within seconds, where many come.
     """
@@ -50,18 +52,21 @@ class Rate:
         return Rate(tuple(mean.add(value, interval_s, step * time_s) for mean, step in zip(self.means, LADDER, strict=True)))
 
     def value(self, piece: float, time_s: float) -> float | None:
-        """Return the present rate. `piece`: the mean of the squared size of a piece over its mean size. None: nothing was added.
+        """Return the present rate. None: nothing was added. `piece`: the mean of the squared size of a piece over its mean.
 
         An exponential mean over t has the variance of a plain one over 2 t. Square roots of counts vary alike for all counts
         (Anscombe's transform, 1948).
         """
         found = self.means[-1].value
-        if found is None or piece <= 0:
-            return found
+        if found is None or piece <= 0.0:  # the size of a piece is not known yet
+            return self.means[LADDER.index(1.0)].value
         for mean, step in reversed(list(zip(self.means, LADDER, strict=True))):
             if mean.value is None:
                 continue
             pieces = 2 * step * time_s * mean.weight / (2 - mean.weight) / piece
+            if mean.value * pieces < NOTHING:
+                found = mean.value
+                continue
             new, old = (2 * math.sqrt(rate * pieces + 3 / 8) for rate in (mean.value, found))
             if abs(new - old) > CHANCE:
                 believed = new - math.copysign(DOUBT, new - old)

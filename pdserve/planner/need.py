@@ -197,7 +197,7 @@ def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, setting
 
 
 def _tpot_of_steps(tpot_s: float | None, output_tokens: float | None, first_gap_s: float | None) -> float | None:
-    """Return the time that a step may take so that a mean output meets the target although its first decoded token comes late."""
+    """Return the time that a step may take so that a mean output meets the target, although its first decoded token is late."""
     if tpot_s is None or output_tokens is None or first_gap_s is None or output_tokens < 3:
         return tpot_s
     steps_s = (tpot_s * (output_tokens - 1) - first_gap_s) / (output_tokens - 2)

@@ -10,14 +10,14 @@ Each part is a file of this room. docs/autoscaling.md explains it to operators, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.worker import Role
 from pdserve.planner.budget import startable, within_limits
 from pdserve.planner.checks import faults
-from pdserve.planner.correction import NO_CORRECTIONS, Corrections, corrected
+from pdserve.planner.correction import NO_CORRECTIONS, Corrections, Pool, PoolCorrection, corrected
 from pdserve.planner.demand import NO_TRAFFIC, Traffic, output_demand, prompt_demand
 from pdserve.planner.hysteresis import PoolMemory, begun, decided, free, given, held
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
@@ -27,8 +27,10 @@ from pdserve.planner.policy import PolicySize
 from pdserve.planner.reasons import (
     flip_sentence,
     held_sentence,
+    missed_sentences,
     need_sentence,
     policy_sentence,
+    room_sentence,
     size_sentences,
     waiting_sentence,
 )
@@ -50,7 +52,7 @@ class PoolNeed:
     worker_tokens_per_s: float | None = None
     """The rate of one worker at which requests still meet their targets."""
     correction: float = 1.0
-    """The factor that makes up for missed targets."""
+    """The corrected need over the one that was computed."""
     raw_workers: float | None = None
     """The workers that the demand needs, with the correction, before rounding and limits."""
     wanted: int = 0
@@ -129,37 +131,34 @@ def plan(
         prefill_need(workers, prompt_demand(traffic, observations, settings), targets, settings),
         decode_need(workers, output_demand(traffic, observations, settings), targets, settings),
     )
-    corrections = corrected(
-        state.corrections,
-        observations,
-        targets,
-        (needs[0].workers or 0.0, needs[1].workers or 0.0),
-        _most(observations, needs, state, settings),
-        _growing(observations, state),
-        _request_s(traffic, observations, targets),
-        settings,
-    )
-    misses = (corrections.prefill, corrections.decode)
-    factors = (misses[0].of, misses[1].of)
     request_s = _request_s(traffic, observations, targets)
-    young = followed and now_s - (state.began_s or now_s) < settings.memory_s + 2 * request_s
-    keeps = (
-        corrections.keeps_peaks(corrections.prefill, targets, settings),
-        corrections.keeps_peaks(corrections.decode, targets, settings),
+    corrections = corrected(
+        state.corrections, observations, targets, _pools_of(observations, needs, state, settings), request_s, settings
     )
+    began_s = now_s if state.began_s is None else state.began_s
+    is_young = followed and now_s - began_s < settings.memory_s + 2 * request_s
     before = _ordered(_memories(observations, limits, state, settings), policies, now_s)
-    memories = _sized(before, needs, factors, keeps, limits, state, now_s, settings, policies, young)
+    memories = _sized(before, needs, corrections, targets, is_young, limits, state, now_s, settings, policies)
     sentences = [
         policy_sentence(role, policies[role], memory.wanted)
         if role in policies
-        else need_sentence(role, need, factor(need.workers) / need.workers if need.workers else 1.0, targets, settings)
-        for role, need, factor, memory in zip(_ROLES, needs, factors, memories, strict=True)
+        else need_sentence(role, need, one, targets, settings)
+        for role, need, one, memory in zip(_ROLES, needs, corrections.pools, memories, strict=True)
     ]
-    began_s = now_s if state.began_s is None else state.began_s
     after = replace(
         state, began_s=began_s, now_s=now_s, traffic=traffic, workers=workers, corrections=corrections, memories=memories
     )
-    return _placed(observations, limits, after, memories, _pools(needs, factors, policies), sentences, settings)
+    if not is_young:
+        sentences += [
+            room_sentence(role, one.of(memory.room()))
+            for role, one, memory in zip(_ROLES, corrections.pools, memories, strict=True)
+            if role not in policies and corrections.keeps_room(one, targets.attainment, settings)
+        ]
+    planned = _placed(observations, limits, after, memories, _pools(needs, corrections, policies), sentences, settings)
+    in_prefill, in_decode = (pool.limits if pool.size < pool.wanted else () for pool in planned.pools)
+    return replace(
+        planned, reasons=(*planned.reasons, *missed_sentences(corrections, targets, (in_prefill, in_decode), limits))
+    )
 
 
 def planned_once(
@@ -175,7 +174,6 @@ def planned_once(
     return plan(window, targets, limits, PlannerState(workers=workers), settings, followed=False)
 
 
-Corrected = tuple[Callable[[float], float], Callable[[float], float]]
 _ROLES: Final = (Role.PREFILL, Role.DECODE)
 
 
@@ -209,41 +207,27 @@ def _ordered(memories: tuple[PoolMemory, PoolMemory], policies: Policies, now_s:
     return prefill, decode
 
 
-def _most(
+def _pools_of(
     observed: Observations, needs: tuple[Need, Need], state: PlannerState, settings: PlannerSettings
-) -> tuple[float, float]:
-    """Return the corrections with which each pool asks for one worker more than it has. 0: its correction may not grow.
+) -> tuple[Pool, Pool]:
+    """Return both pools for their corrections. A corrected need may not grow before a first plan, nor while workers are on the
+    way to the pool, are missing, or would exceed a limit."""
+    sizes, memories = state.sizes, state.memories
 
-    It may not while workers are on the way to the pool, are missing, or would exceed a limit.
-    """
-    if state.sizes is None or state.memories is None:
-        return 0.0, 0.0
+    def pool(pool: PoolObserved, need: Need, size: int, memory: PoolMemory | None) -> Pool:
+        is_growing = pool.coming > 0 or pool.ready < size
+        may_grow = memory is not None and not is_growing and size >= memory.wanted
+        most = pool.ready * (1 + settings.tolerance) if may_grow else 0.0
+        return Pool(pool.ready, need.workers or 0.0, most, is_growing)
 
-    def most(pool: PoolObserved, need: Need, size: int, memory: PoolMemory) -> float:
-        if not need.workers or pool.coming > 0 or not pool.ready >= size >= memory.wanted:
-            return 0.0
-        return pool.ready * (1 + settings.tolerance)
-
-    prefill, decode = state.memories
     return (
-        most(observed.prefill, needs[0], state.sizes.prefill, prefill),
-        most(observed.decode, needs[1], state.sizes.decode, decode),
-    )
-
-
-def _growing(observed: Observations, state: PlannerState) -> tuple[bool, bool]:
-    """Tell of each pool whether workers are on the way to it, or it lacks some that were wanted."""
-    if state.memories is None:
-        return False, False
-    prefill, decode = state.memories
-    return (
-        observed.prefill.coming > 0 or observed.prefill.ready < prefill.wanted,
-        observed.decode.coming > 0 or observed.decode.ready < decode.wanted,
+        pool(observed.prefill, needs[0], sizes.prefill if sizes else 0, memories[0] if memories else None),
+        pool(observed.decode, needs[1], sizes.decode if sizes else 0, memories[1] if memories else None),
     )
 
 
 def _request_s(traffic: Traffic, observed: Observations, targets: Targets) -> float:
-    """Return the time that a request takes."""
+    """Return the time that a request takes: at most the target for TTFT, and a step for each token."""
     return (targets.ttft_s or 0.0) + (traffic.output_ratio.value or 0.0) * (observed.decode.step_s or targets.tpot_s or 0.0)
 
 
@@ -273,20 +257,30 @@ def _present(observed: Observations, limits: Limits) -> PoolSizes:
 def _sized(
     memories: tuple[PoolMemory, PoolMemory],
     needs: tuple[Need, Need],
-    factors: Corrected,
-    keeps: tuple[bool, bool],
+    corrections: Corrections,
+    targets: Targets,
+    is_young: bool,
     limits: Limits,
     state: PlannerState,
     now_s: float,
     settings: PlannerSettings,
     policies: Policies,
-    young: bool = False,
 ) -> tuple[PoolMemory, PoolMemory]:
     """Return the memories with the sizes that both pools want now. Where one lacks workers, the other gives those to spare.
-    A pool with a policy gives none of its own accord."""
+    A pool with a policy gives none of its own accord. is_young: the planner has not seen enough to make a pool smaller."""
+
+    def sized(memory: PoolMemory, need: Need, one: PoolCorrection) -> PoolMemory:
+        if need.workers is None:  # the rate of a worker is not known
+            return held(replace(memory, wanted=max(memory.wanted, 1)), now_s, settings)
+        if is_young:
+            return decided(memory, one.of(need.workers), now_s, settings, memory.wanted)
+        memory = memory.seen(need.present_workers, now_s, settings)
+        keeps = corrections.keeps_room(one, targets.attainment, settings)
+        return decided(memory, one.of(need.workers), now_s, settings, one.of(memory.room()) if keeps else 0.0)
+
     prefill, decode = (
-        memory if role in policies else _decided(memory, need, factor, keep, now_s, settings, young)
-        for role, memory, need, factor, keep in zip(_ROLES, memories, needs, factors, keeps, strict=True)
+        memory if role in policies else sized(memory, need, one)
+        for role, memory, need, one in zip(_ROLES, memories, needs, corrections.pools, strict=True)
     )
     if limits.can_flip and state.sizes is not None:
         lack = min(prefill.wanted, limits.prefill.max_workers) - state.sizes.prefill
@@ -296,26 +290,7 @@ def _sized(
     return prefill, decode
 
 
-def _decided(
-    memory: PoolMemory,
-    need: Need,
-    factor: Callable[[float], float],
-    keeps: bool,
-    now_s: float,
-    settings: PlannerSettings,
-    young: bool = False,
-) -> PoolMemory:
-    """Return the memory with the size that the pool wants now. While a worker's rate is unknown, it stays: at 1 or more."""
-    if need.workers is not None:
-        if not young:
-            memory = memory.present(need.present_workers, now_s, settings)
-        room = factor(memory.room()) if keeps else 0.0
-        room = max(room, memory.wanted) if young else room
-        return decided(memory, factor(need.workers), now_s, settings, room)
-    return held(replace(memory, wanted=max(memory.wanted, 1)), now_s, settings)
-
-
-def _pools(needs: tuple[Need, Need], factors: Corrected, policies: Policies) -> tuple[PoolNeed, PoolNeed]:
+def _pools(needs: tuple[Need, Need], corrections: Corrections, policies: Policies) -> tuple[PoolNeed, PoolNeed]:
     """Return the numbers of both pools up to the need. A pool with a policy has none."""
     prefill, decode = (
         PoolNeed(role)
@@ -324,10 +299,10 @@ def _pools(needs: tuple[Need, Need], factors: Corrected, policies: Policies) -> 
             role,
             need.demand.total,
             need.worker_tokens_per_s,
-            factor(need.workers) / need.workers if need.workers else 1.0,
-            None if need.workers is None else factor(need.workers),
+            one.of(need.workers) / need.workers if need.workers else 1.0,
+            None if need.workers is None else one.of(need.workers),
         )
-        for role, need, factor in zip(_ROLES, needs, factors, strict=True)
+        for role, need, one in zip(_ROLES, needs, corrections.pools, strict=True)
     )
     return prefill, decode
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Final
+
 from pdserve.core.worker import Role
+from pdserve.planner.correction import Corrections, PoolCorrection
 from pdserve.planner.demand import PhaseDemand
 from pdserve.planner.hysteresis import PoolMemory
 from pdserve.planner.limits import Limits, PoolSizes, Targets
 from pdserve.planner.need import FEWEST_WORKERS, Need
+from pdserve.planner.observations import Missed
 from pdserve.planner.policy import PolicySize
 from pdserve.planner.settings import PlannerSettings
 
 
-def need_sentence(role: Role, need: Need, correction: float, targets: Targets, settings: PlannerSettings) -> str:
+def need_sentence(role: Role, need: Need, one: PoolCorrection, targets: Targets, settings: PlannerSettings) -> str:
     """Return why a pool needs so many workers."""
     what = "prompts" if role is Role.PREFILL else "outputs"
     demand = need.demand
@@ -22,10 +27,12 @@ def need_sentence(role: Role, need: Need, correction: float, targets: Targets, s
         return f"The prompts need no more than one prefill worker: {where}."
     if demand.total <= 0 and need.workers <= 0:
         return f"The {what} need no {role.value} worker: nothing comes and nothing waits."
-    count = need.workers * correction
-    corrected = (
-        f", {correction:.2f} times as many as computed because requests missed their targets" if correction > 1.005 else ""
-    )
+    count = one.of(need.workers)
+    corrected = ""
+    if one.margin > 0.005:
+        corrected = f", {count - need.workers:.1f} more than computed because requests missed their targets"
+    elif one.margin < -0.005:
+        corrected = f", {count / need.workers:.2f} times as many as computed because more requests than asked met their targets"
     begin = f"The {what} need {count:.1f} {role.value} {'worker' if count == 1 else 'workers'}{corrected}: "
     served = _served(role, need, targets)
     if served and need.measured_workers >= need.workers > 0:
@@ -108,6 +115,12 @@ def waiting_sentence(role: Role, memory: PoolMemory, now_s: float, settings: Pla
     return [f"The {role.value} pool of {_workers(memory.wanted)} would do with {need}, but {rule}."]
 
 
+def room_sentence(role: Role, workers: float) -> str:
+    """Return that a pool keeps room for a rise."""
+    why = "another rise like the largest one of the last day would make more requests miss their targets than may"
+    return f"The {role.value} pool keeps room for {workers:.1f} workers: {why}."
+
+
 def flip_sentence(before: PoolSizes, after: PoolSizes) -> list[str]:
     """Return that workers change their roles, where one pool shrinks and the other one grows."""
     count = min(after.prefill - before.prefill, before.decode - after.decode)
@@ -131,3 +144,46 @@ def _workers(count: int) -> str:
 def _number(value: float) -> str:
     """Return a number for reading."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+CAUSES: Final = {
+    "queue": "waited for room on a decode worker",
+    "prefill_queue": "waited on a prefill worker",
+    "prefill": "were computed too slowly on a prefill worker",
+    "colocated": "waited or were computed too slowly on a decode worker",
+    "transfer": "waited for their KV after the first token",
+    "first_decode": "waited on a decode worker for the first decoded token",
+    "steps": "had decode steps that were too slow",
+    "failure": "had an attempt that failed",
+}
+"""The causes of missed targets, by the fields of `Missed`, in words that follow a share of the requests."""
+
+
+def missed_sentences(
+    corrections: Corrections, targets: Targets, lacking: tuple[tuple[str, ...], tuple[str, ...]], limits: Limits
+) -> list[str]:
+    """Return which share of the requests misses, why, and what no size of the pools mends.
+
+    lacking: the names of the limits that keep prefill, and decode, smaller than they should be.
+    """
+    rate, may = corrections.rate.value or 0.0, 1 - targets.attainment
+    causes = {field.name: mean.value or 0.0 for field, mean in zip(fields(Missed), corrections.causes, strict=False)}
+    words = {CAUSES[name]: count for name, count in causes.items()} | {"were refused": corrections.refused.value or 0.0}
+    missed = sum(words.values())
+    if not rate or missed <= may * rate:
+        return []
+    first, *others = sorted(((count / missed, text) for text, count in words.items() if count > 0.1 * missed), reverse=True)
+    parts = "; ".join(f"{share:.0%} {text}" for share, text in (first, *others))
+    found = [f"{min(1.0, missed / rate):.1%} of the requests of late missed a target, where {may:.1%} may. Of these, {parts}."]
+    for role, one, names in zip((Role.PREFILL, Role.DECODE), corrections.pools, lacking, strict=True):
+        names = tuple(name for name in names if name != "leaving")
+        if one.is_futile and one.began is not None:
+            size, share = one.began
+            found.append(
+                f"More {role.value} workers have not helped: with {size}, {share:.1%} missed because of them. "
+                "No number of them may attain the targets: relax these, or use faster workers."
+            )
+        elif names and (one.share.value or 0.0) > may:
+            values = ", ".join(_limit(name, limits) for name in names)
+            found.append(f"No size of the {role.value} pool within its limits attains the targets: {values}.")
+    return found

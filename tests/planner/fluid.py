@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pdserve.planner.limits import Limits, PoolLimits, Targets
-from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
+from pdserve.planner.observations import DemandObserved, Missed, Observations, PoolObserved
 from pdserve.planner.planner import Plan, PlannerSettings, PlannerState, plan
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000.0, 200.0
@@ -58,6 +58,9 @@ class Fluid:
     """Requests a second at a time."""
     seed: int = 0
     noise: bool = True
+    tells_misses: bool = False
+    """The planner is told which requests missed. A fluid misses with all requests of an interval or with none, so its planner
+    learns faster than one of real requests."""
     prefill: FluidPool = field(default_factory=lambda: FluidPool(1))
     decode: FluidPool = field(default_factory=lambda: FluidPool(1))
     limits: Limits = LIMITS
@@ -115,7 +118,9 @@ class Fluid:
     def _observed(
         self, requests: float, tokens: float, sent: float, computed: float, sequences: float, step_s: float, wait_s: float
     ) -> Observations:
-        capacity = self.prefill.ready * PROMPT_RATE
+        capacity, ended = self.prefill.ready * PROMPT_RATE, requests * self.interval_s
+        is_late = wait_s + PROMPT_TOKENS / PROMPT_RATE > (self.targets.ttft_s or math.inf)
+        is_slow = sequences > 0.0 and step_s > (self.targets.tpot_s or math.inf)
         ready, decode = self.prefill.ready, self.decode.ready
         return Observations(
             self.now_s,
@@ -139,8 +144,10 @@ class Fluid:
                 max_sequences=MAX_SEQUENCES if decode else None,
                 kv_used=min(sequences / KV_SEQUENCES, 1.0) if decode else None,
             ),
-            None if not requests else float(wait_s + PROMPT_TOKENS / PROMPT_RATE <= (self.targets.ttft_s or math.inf)),
-            None if not sequences else float(step_s <= (self.targets.tpot_s or math.inf)),
+            None if not requests else float(not is_late),
+            None if not sequences else float(not is_slow),
+            ended=ended if self.tells_misses else None,
+            missed=Missed(prefill_queue=ended * is_late, steps=ended * is_slow) if self.tells_misses else Missed(),
         )
 
     def _apply(self, made: Plan) -> None:

@@ -98,4 +98,5 @@ def test_the_planner_of_a_cluster_reads_its_own_class(tmp_path: Path):
         classes = (ClassDemand("chat", ttft_met=misses), ClassDemand("voice", ttft_missed=misses))
         one = reading(now_s, worker("p0", uptime_s=now_s), uptime_s=now_s, ttft_missed=misses, classes=classes)
         planning.decide(one, (), limits_of(config), wanted, now_s)
-    assert planning._state.corrections.ttft_met.value == 1.0
+    assert planning._state.corrections.missed_share == 0.0
+    assert planning._state.corrections.rate.value == pytest.approx(5.0)

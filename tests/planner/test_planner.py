@@ -167,7 +167,7 @@ def test_zero_traffic_ends_at_the_minima(all_seen, wanted, within):
     state = PlannerState()
     for number, seen in enumerate(all_seen):
         state = plan(at(seen, number), wanted, within, state, NO_SEASON).state
-    for number in range(len(all_seen), len(all_seen) + 120):
+    for number in range(len(all_seen), len(all_seen) + 300):
         made = plan(at(idle(state.sizes), number), wanted, within, state, NO_SEASON)
         state = made.state
     assert (made.prefill, made.decode) == (within.prefill.min_workers, within.decode.min_workers)

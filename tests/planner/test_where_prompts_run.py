@@ -128,7 +128,7 @@ def test_a_decode_pool_that_only_computes_prompts_is_sized_by_their_time(ready, 
     """Each answer has one token, so no step is without a prompt, and no sequence runs when somebody looks."""
     demand, state = DemandObserved(100.0, 1e5, 100.0, 0.0, 0.0, prefill_share=0.0), PlannerState()
     decode = PoolObserved(ready, utilisation=busy, prompt_share=busy, sequences=0.0, max_sequences=64.0, kv_used=0.0)
-    for number in range(4 if wants > ready else 60):
+    for number in range(4 if wants > ready else 80):
         made = plan(seen(number, demand, ONE_BUSY, decode), AIMS, Limits(PoolLimits(1, 9), PoolLimits(1, 9)), state)
         state = made.state
     assert made.decode == wants

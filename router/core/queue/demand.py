@@ -109,7 +109,7 @@ def late_by(request: LiveRequest, report: Report) -> str:
 
 
 def slow_by(request: LiveRequest, report: Report) -> str:
-    """Return what made the tokens slow, as the name of a count of `ClassDemand`. The steps did where they alone are too slow."""
+    """Return what made the tokens slow, as the name of a count of `ClassDemand`: the steps, where they alone are too slow."""
     gap_s, gaps = report.first_decode_s - report.ttft_s, report.output_tokens - 1
     if report.attempts > 1 or request.machine.state is RequestState.FAILED:
         return "slow_by_failure"
