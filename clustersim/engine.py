@@ -32,8 +32,8 @@ class _StridingScheduler(Scheduler):
     """The production scheduler. It is given as many drafts as no sequence has tokens left to draw."""
 
     left: dict[SeqId, int]
-    begun: set[SeqId]
-    """The sequences that have decoded a token."""
+    begun: frozenset[SeqId] = frozenset()
+    """The sequences that have decoded a token, as far as they decoded when this was last looked at."""
     work = StepWork()
     """The work of the step that ends, or of the first step of a stride."""
     steps = 1
@@ -50,10 +50,8 @@ class _StridingScheduler(Scheduler):
 
     def _guesses(self) -> Drafts:
         decoding = [seq.seq_id for seq in self._decoding]
-        if not self.begun.issuperset(decoding):  # a first decoded token goes out at once: the router notes its time
-            self.begun.update(decoding)
-            return NO_DRAFTS
-        if not decoding:
+        before, self.begun = self.begun, frozenset(decoding)
+        if not decoding or not before.issuperset(decoding):  # a first decoded token goes out at once: the router notes its time
             return NO_DRAFTS
         rows = min(self._max_seqs, self._token_budget) // len(decoding)
         count = min(rows, MAX_STRIDE, min([self.left[seq_id] for seq_id in decoding])) - 1
@@ -100,7 +98,6 @@ class SimEngine:
         self.left: dict[SeqId, int] = {}
         """The tokens that each sequence will still draw. The role writes it before the sequence's command."""
         self.scheduler.left = self.left
-        self.scheduler.begun = set()
         self.steps = 0
         self.busy_s = 0.0
         self.prompt_busy_s = 0.0
@@ -212,8 +209,6 @@ class SimEngine:
                 taken = stride if count > 1 else 1
                 left = self.left[piece.seq_id] = self.left[piece.seq_id] - taken
                 last = EOS if left == 0 else OTHER
-                if left == 0:
-                    self.scheduler.begun.discard(piece.seq_id)
                 drawn += [(GUESS, None)] * (taken - 1) + [(last, None)] * (count - taken + 1)
         return drawn
 

@@ -113,7 +113,8 @@ class ClassDemand:
     tpot_met: int = 0
     tpot_missed: int = 0
     late_by_queue: int = 0
-    """Requests that missed the target for TTFT, by what took most of the time: waiting for room on a decode worker."""
+    """Requests that missed the target for TTFT, by what took most of the time: waiting for room on a decode worker.
+    A sibling waited for all that its leader waited for."""
     late_by_prefill_queue: int = 0
     """Waiting on the prefill worker."""
     late_by_prefill: int = 0
@@ -121,15 +122,15 @@ class ClassDemand:
     late_by_colocated: int = 0
     """The prompt on the decode worker, its wait there included."""
     late_by_failure: int = 0
-    """Attempts that failed."""
+    """Attempts that failed, or were given up for a move. Also requests that failed without a token, other than by a wait."""
     slow_by_transfer: int = 0
     """Requests that missed the target for TPOT, by what made them slow: the transfer of KV after the first token."""
     slow_by_first_decode: int = 0
     """The rest of the time between the first token and the first decoded one."""
     slow_by_steps: int = 0
-    """The steps after it."""
+    """The steps after it, which would have been too slow alone, and moves to another worker."""
     slow_by_failure: int = 0
-    """Attempts that failed."""
+    """Attempts that failed after the first token. Also requests that failed while their tokens were in time."""
     refused: int = 0
     """The requests that were refused at once because of the load."""
     first_gap_s: float = 0.0

@@ -28,11 +28,30 @@ _COUNTERS: Final = {
     "tpot_missed": "Ended requests that missed their target for the time between tokens.",
 }
 
+_CAUSES: Final = {
+    "queue": ("late_by_queue",),
+    "prefill_queue": ("late_by_prefill_queue",),
+    "prefill": ("late_by_prefill",),
+    "colocated": ("late_by_colocated",),
+    "transfer": ("slow_by_transfer",),
+    "first_decode": ("slow_by_first_decode",),
+    "steps": ("slow_by_steps",),
+    "failure": ("late_by_failure", "slow_by_failure"),
+}
+"""The counts of `ClassDemand` behind each cause of a missed target. A request that missed both targets counts twice."""
+
 
 def demand(counts: DemandCounts) -> Iterator[Metric]:
-    """Yield the metrics of the load. They have no labels."""
+    """Yield the metrics of the load. One alone has labels: the cause of missed targets, by class."""
     for name, text in _COUNTERS.items():
         yield CounterMetricFamily(f"pdserve_demand_{name}", text, value=getattr(counts, name))
+    missed = CounterMetricFamily(
+        "pdserve_demand_missed", "Missed targets by what took most of the time.", labels=["slo_class", "cause"]
+    )
+    for one in counts.classes:
+        for cause, names in _CAUSES.items():
+            missed.add_metric([one.slo_class, cause], sum(getattr(one, name) for name in names))
+    yield missed
     queued, wait_s = counts.queued_prompt_tokens, counts.longest_wait_s
     yield GaugeMetricFamily("pdserve_queued_prompt_tokens", "Prompt tokens that wait in the router.", value=queued)
     yield GaugeMetricFamily("pdserve_longest_wait_seconds", "Time that the first request has waited.", value=wait_s)

@@ -107,17 +107,26 @@ class _Counts:
 
     def of_class(self, slo_class: str | None, name: str) -> float | None:
         """Return by how much a count of a class has grown. None as a class: those of all. None: it cannot be compared."""
-        before, after = self._before, self._after
-        if before is None or self.seconds is None:
+        before, after, names = self._before, self._after, self._names(slo_class)
+        if before is None or names is None:
             return None
-        names = {one.slo_class for one in after.classes} if slo_class is None else {slo_class}
         return _sum([_grown(getattr(before.of_class(one), name), getattr(after.of_class(one), name)) for one in names])
+
+    def _names(self, slo_class: str | None) -> list[str] | None:
+        """Return the classes that are meant. None: nothing can be compared."""
+        if self._before is None or self.seconds is None:
+            return None
+        return [one.slo_class for one in self._after.classes] if slo_class is None else [slo_class]
 
     def ended(self, slo_class: str | None) -> float | None:
         """Return how many requests of a class ended and had a target. None: it cannot be compared."""
+        names = self._names(slo_class)
+        return None if names is None else _sum([self._ended_of(name) for name in names])
+
+    def _ended_of(self, name: str) -> float | None:
+        """Return the ended requests of one class. Those that left before their second token have no TPOT."""
         ended = [
-            _sum([self.of_class(slo_class, f"{target}_met"), self.of_class(slo_class, f"{target}_missed")])
-            for target in ("ttft", "tpot")
+            _sum([self.of_class(name, f"{target}_met"), self.of_class(name, f"{target}_missed")]) for target in ("ttft", "tpot")
         ]
         return None if None in ended else max(one or 0.0 for one in ended)
 
@@ -191,7 +200,7 @@ def _pool(
         if (old := seen.get((w.hello.worker_id, w.hello.incarnation))) is not None
         and (span := _Span.of(role, old.load, w.load, interval_s)) is not None
     ]
-    steps = _total(spans, lambda s: s.decode_steps) if role is Role.DECODE else None
+    counting = [s for s in spans if s.decode_steps > 0.0] if role is Role.DECODE else []
     return PoolObserved(
         ready=len(ready),
         coming=coming,
@@ -199,9 +208,10 @@ def _pool(
         tokens_per_s=math.fsum(s.tokens / s.seconds for s in spans) if spans else None,
         busy_tokens_per_s=_ratio(_total(spans, lambda s: s.tokens), _total(spans, lambda s: s.busy_s)),
         utilisation=_mean([min(1.0, s.busy_s / s.seconds) for s in spans]),
-        step_s=_ratio(_total(spans, lambda s: s.decode_s), steps) or _mean([_step_s(role, w.load) for w in ready]),
+        step_s=_ratio(_total(counting, lambda s: s.decode_s), _total(counting, lambda s: s.decode_steps))
+        or _mean([_step_s(role, w.load) for w in ready]),
         step_sequences=_ratio(
-            _total(spans, lambda s: s.tokens), steps and _total(spans, lambda s: s.decode_steps + s.prompt_steps)
+            _total(counting, lambda s: s.tokens), _total(counting, lambda s: s.decode_steps + s.prompt_steps)
         ),
         sequences=_mean([_known(w.load.running_sequences) for w in ready]),
         max_sequences=_mean([_known(w.hello.slots(w.load)) for w in ready]),

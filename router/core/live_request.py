@@ -55,6 +55,25 @@ class Times:
     first_token_s: float | None = None
     last_token_s: float | None = None
     attempt: AttemptTimes = field(default_factory=AttemptTimes)
+    drew_first: AttemptTimes | None = None
+    """Those of the attempt that drew the first token. A later attempt or a move leaves them as they are."""
+    leader: Times | None = None
+    """Those of a sibling's leader, once the sibling has waited for it."""
+    freed_s: float | None = None
+    """The time at which that wait ended."""
+
+    @property
+    def first_gap_s(self) -> float | None:
+        """Return the time between the first token and the first decoded one. None: the attempt that drew the first token
+        decoded none."""
+        decoded_s = None if self.drew_first is None else self.drew_first.first_decode_s
+        return None if self.first_token_s is None or decoded_s is None else decoded_s - self.first_token_s
+
+    @property
+    def transfer_gap_s(self) -> float:
+        """Return for how long the KV came after the first token. It is 0 where the KV was there or had not to be read."""
+        kv_s = None if self.drew_first is None else self.drew_first.kv_committed_s
+        return max(0.0, _span(self.first_token_s, kv_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Requests:
     def free_siblings(self, leader: LiveRequest, now_s: float) -> None:
         """Let the siblings of a request take their turns: its KV is on a decode worker, or it has ended."""
         for request in self.waiting.free(leader.request_id):
+            request.times.leader, request.times.freed_s = leader.times, now_s
             self.follow(request, leader, now_s)
 
     def follow(self, request: LiveRequest, leader: LiveRequest, now_s: float) -> None:
@@ -282,7 +283,7 @@ class Requests:
             return
         self.saw_end(request, error)
         yield EmitDone(request.request_id, report) if error is None else EmitFailed(request.request_id, error, report)
-        self.demand.ended(request, report)
+        self.demand.ended(request, report, error)
         self._limits.saw_finish(now_s)
 
     def _end_story(self, request: LiveRequest, now_s: float, error: PdserveError | None) -> None:

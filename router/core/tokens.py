@@ -112,7 +112,7 @@ class Tokens:
         if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:
             raise _too_short(request, last)
         if times.first_token_s is None:
-            times.first_token_s = now_s
+            times.first_token_s, times.drew_first = now_s, times.attempt
             request.story.note(now_s, StoryKind.FIRST_TOKEN)
         times.last_token_s = now_s
         shown = (EmitDelta(request.request_id, delta),) if request.probe is None else ()

@@ -10,10 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clustersim.clock import Clock
 from clustersim.cluster import Cluster, ClusterSpec, calm_router, run_cluster, simulate
 from clustersim.costs import LLAMA2_70B_A100, LLAMA2_70B_H100, OPT_13B_A100, CostModel, StepWork
+from clustersim.engine import SimEngine
 from clustersim.traces import TraceRequest
 from clustersim.workers import WorkerShape
+from pdserve.core.ids import SeqId
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
+from pdserve.worker.messages import Abort, Reserve
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # Binary fractions: sums of them are exact.
@@ -60,6 +66,36 @@ def test_one_request_takes_the_time_that_a_hand_computes():
     steps_s = (1 / 32 + 1 / 256 + 100 / 4096) + (1 / 32 + 1 / 256 + 101 / 4096)
     assert served.report.tpot_s == (activated_s + steps_s) / 2
     assert served.computed_tokens == 100
+
+
+@pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "colocated"])
+def test_the_first_decoded_token_goes_out_after_its_own_step_and_not_at_the_end_of_a_stride(prefill):
+    """It went out with the 64 tokens of its stride, so the gap after the first token was that of 64 steps."""
+    spec = ClusterSpec([SHAPE] * prefill, [SHAPE], calm_router(), block_size=16, max_tokens=256, hop_s=1 / 4096)
+    (served,) = simulate(spec, [TraceRequest(2.0, 64, 200, (1,))]).served
+    transfer_s = prefill * (64 / 1024 + 4 / 4096)  # the KV of the one chunk passes, the reader hears of it and tells the router
+    step_s = 1 / 32 + 1 / 256 + 64 / 4096
+    gap_s = served.report.first_decode_s - served.report.ttft_s
+    assert step_s <= gap_s <= step_s + transfer_s
+    assert served.report.tpot_s > step_s, "the later steps read more"
+
+
+def test_a_sequence_that_ends_early_leaves_nothing_in_the_engine_but_its_place_in_the_last_stride():
+    """The engine had remembered each cancelled sequence that had decoded for as long as it ran."""
+    clock = Clock()
+    engine = SimEngine(
+        clock, COSTS, lambda events: None, num_blocks=128, block_size=16, max_num_seqs=8, max_num_batched_tokens=64,
+        max_model_len=2048, prefix_salt=None,
+    )  # fmt: skip
+    for number in range(1, 21):
+        engine.left[SeqId(number)] = 100
+        engine.submit(Reserve(SeqId(number), RequestSpec((1,) * 16, SamplingParams(max_tokens=100)), local_prefill=True))
+        while number not in engine.scheduler.begun:
+            assert clock.step(), "it never decodes"
+        engine.submit(Abort(SeqId(number)))
+        while clock.step():
+            pass
+    assert len(engine.scheduler.begun) <= 1
 
 
 def test_a_command_cuts_a_stride_at_the_end_of_its_step():

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.roofline.expert_load import ExpertLoad, HotExpert
-from pdserve.core.slo import DemandCounts
+from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
@@ -97,6 +97,19 @@ def test_the_demand_is_shown() -> None:
     assert [values(metrics, f"pdserve_demand_{name}_total")[()] for name in names] == [7, 70, 30, 2, 4, 3, 2, 1]
     assert values(metrics, "pdserve_queued_prompt_tokens") == {(): 14.0}
     assert values(metrics, "pdserve_longest_wait_seconds") == {(): 1.5}
+
+
+def test_missed_targets_are_shown_by_class_and_cause() -> None:
+    """Each cause that the router counts has a place, and every class has all of them."""
+    causes = [field.name for field in dataclasses.fields(ClassDemand) if field.name.startswith(("late_by", "slow_by"))]
+    chat = ClassDemand("chat", **{name: 2**number for number, name in enumerate(causes)})  # type: ignore[arg-type]
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, demand=DemandCounts(classes=(chat, ClassDemand("voice")))))
+    missed = values(metrics, "pdserve_demand_missed_total")
+    of_chat = {cause: value for (cause, slo_class), value in missed.items() if slo_class == "chat"}
+    assert len(missed) == 2 * len(of_chat)
+    assert sum(of_chat.values()) == 2 ** len(causes) - 1, "a cause is missing or counts twice"
+    assert of_chat["queue"] == chat.late_by_queue
+    assert of_chat["failure"] == chat.late_by_failure + chat.slow_by_failure
 
 
 def test_pools_are_shown_as_a_whole_and_unknown_values_are_left_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from random import Random
 
 import hypothesis.strategies as st
@@ -17,7 +17,7 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
-from pdserve.planner.observations import Observations
+from pdserve.planner.observations import Missed, Observations
 from pdserve.planner.observe import ClusterReading, WorkerReading, observe
 from router.grpc.cluster_state import cluster_state_to_wire
 
@@ -44,7 +44,8 @@ def test_rates_and_shares_of_an_interval() -> None:
         10.0,
         worker("p0", computed_prompt_tokens=100, prompt_busy_s=1.0, uptime_s=5.0, prefix_queried_tokens=10),
         worker("d0", Role.DECODE, output_tokens=10, decode_busy_s=1.0, uptime_s=7.0),
-        uptime_s=100.0, requests=5, prompt_tokens=50, output_tokens=5, refused=1, ttft_met=2, ttft_missed=2,
+        uptime_s=100.0, requests=5, prompt_tokens=50, output_tokens=5, refused=1,
+        classes=(ClassDemand("chat", 2, 2),),
     )  # fmt: skip
     load = {"prompt_tokens_per_s": 50.0, "max_num_batched_tokens": 25, "queued_tokens": 40}
     decodes = {"decode_step_s": 0.02, "running_sequences": 6, "blocks": BlockCounts(100, 40, 0, 50, 10)}
@@ -54,7 +55,7 @@ def test_rates_and_shares_of_an_interval() -> None:
                prefix_hit_tokens=100, **load),  # type: ignore[arg-type]
         worker("d0", Role.DECODE, output_tokens=210, decode_busy_s=5.0, prompt_busy_s=0.5, uptime_s=17.0, **decodes),
         uptime_s=110.0, requests=25, prompt_tokens=450, output_tokens=205, refused=6, queued_prompt_tokens=7,
-        longest_wait_s=1.5, ttft_met=11, ttft_missed=3,
+        longest_wait_s=1.5, classes=(ClassDemand("chat", 11, 3),),
     )  # fmt: skip
     seen = observe(before, after)
     assert (seen.now_s, seen.interval_s) == (20.0, 10.0)
@@ -89,6 +90,56 @@ def test_the_misses_of_other_classes_say_nothing_about_the_class_for_which_pools
     assert observe(before, after, slo_class="batch").ttft_met is None
     assert observe(before, after).ttft_met == 0.95
     assert observe(None, after, slo_class="chat").ttft_met is None
+
+
+def test_ended_missed_and_refused_requests_of_a_class_and_of_all() -> None:
+    """Voice has no target for TPOT, and a class that comes within the interval counts from 0."""
+    old = ClassDemand("chat", 10, 2, 9, 3, late_by_queue=2, slow_by_steps=3, refused=4, first_gap_s=2.0, first_gaps=12)
+    chat = ClassDemand(
+        "chat", 20, 7, 19, 6, late_by_queue=3, late_by_prefill=3, late_by_failure=1, slow_by_steps=4, slow_by_transfer=1,
+        slow_by_failure=1, refused=6, first_gap_s=5.0, first_gaps=18,
+    )  # fmt: skip
+    voice = ClassDemand("voice", 1, 2, late_by_prefill_queue=1, late_by_colocated=1, refused=1, first_gap_s=1.0, first_gaps=2)
+    before, after = (reading(at, uptime_s=at, classes=classes) for at, classes in ((1.0, (old,)), (11.0, (chat, voice))))
+    of_chat, of_all, nobody = (observe(before, after, slo_class=name) for name in ("chat", None, "batch"))
+    assert (of_chat.ended, of_chat.refused, of_chat.first_gap_s) == (15.0, 2.0, 0.5)
+    assert of_chat.missed == Missed(queue=1, prefill=3, transfer=1, steps=1, failure=2)
+    assert (of_all.ended, of_all.refused, of_all.first_gap_s) == (18.0, 3.0, 0.5)
+    assert of_all.missed == replace(of_chat.missed, prefill_queue=1, colocated=1)
+    assert (nobody.ended, nobody.refused, nobody.first_gap_s, nobody.missed) == (0.0, 0.0, None, Missed())
+    for restarted in (replace(before, router_incarnation=2), None):
+        seen = observe(restarted, after, slo_class="chat")
+        assert (seen.ended, seen.refused, seen.first_gap_s, seen.missed) == (None, None, None, Missed())
+
+
+def test_classes_with_one_target_each_are_counted_side_by_side() -> None:
+    classes = (ClassDemand("first", ttft_met=3), ClassDemand("gaps", tpot_met=4))
+    assert observe(reading(1.0, uptime_s=1.0), reading(2.0, uptime_s=2.0, classes=classes)).ended == 7.0
+
+
+def decoder(name: str, incarnation: int = 1, **load: object) -> WorkerReading:
+    return worker(name, Role.DECODE, incarnation, **{"decode_step_s": 0.9, "uptime_s": 11.0} | load)
+
+
+def test_the_time_and_the_sequences_of_a_step_are_those_of_all_steps_of_workers_that_count_them() -> None:
+    """(1) Two workers count. (2) One of them does not. (3) One is replaced, and one comes. (4) Nobody counts or decodes: the
+    workers' own means of late are left."""
+    old = [decoder("d0", uptime_s=1.0, output_tokens=100, decode_busy_s=5.0, decode_steps=50), decoder("d1", uptime_s=1.0)]
+    d0 = decoder("d0", output_tokens=400, decode_busy_s=8.0, decode_steps=140, prompt_steps=10)
+    d1 = decoder("d1", output_tokens=500, decode_busy_s=1.0, decode_steps=10)
+
+    def seen(*new: WorkerReading) -> tuple[float | None, float | None]:
+        pool = observe(reading(1.0, *old), reading(11.0, *new)).decode
+        return pool.step_s, pool.step_sequences
+
+    assert seen(d0, d1) == (pytest.approx(0.04), pytest.approx(800 / 110))
+    assert seen(d0, replace(d1, load=replace(d1.load, decode_steps=0))) == (pytest.approx(3 / 90), 3.0)
+    again = decoder("d1", 2, output_tokens=500, decode_busy_s=1.0, decode_steps=10)
+    assert seen(d0, again, decoder("d2", decode_busy_s=9.0, decode_steps=1)) == (pytest.approx(3 / 90), 3.0)
+    assert seen(*[replace(one, load=replace(one.load, decode_steps=0)) for one in (d0, d1)]) == (0.9, None)
+    assert seen(decoder("d0", output_tokens=100, decode_busy_s=5.0, decode_steps=50)) == (0.9, None)
+    prefill = observe(reading(1.0, worker("p0", uptime_s=1.0)), reading(11.0, worker("p0", uptime_s=11.0, decode_steps=9)))
+    assert (prefill.prefill.step_s, prefill.prefill.step_sequences) == (None, None)
 
 
 def test_where_prompts_were_computed_and_what_they_took() -> None:
@@ -161,10 +212,14 @@ def test_who_comes_and_who_leaves() -> None:
     assert (seen.decode.ready, seen.decode.coming, seen.decode.leaving) == (0, 2, 0)
 
 
+EVERY = ClassDemand("chat", *range(1, len(fields(ClassDemand))))  # type: ignore[arg-type]
+"""A value of its own in each field."""
+
+
 def test_the_wire_carries_a_reading() -> None:
-    one = worker("p0", computed_prompt_tokens=7, uptime_s=2.5)
+    one = worker("p0", computed_prompt_tokens=7, decode_steps=8, uptime_s=2.5)
     snapshot = WorkerSnapshot(one.hello, one.load, 0.5, 3)
-    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10, 12, 11, (ClassDemand("chat", 1, 2, 3, 4), ClassDemand("x")))
+    demand = DemandCounts(3.0, 1, 2, 3, 4, 5, 6.0, 7, 8, 9, 10, 12, 11, (EVERY, ClassDemand("x")))
     wire = cluster_state_to_wire(ClusterSnapshot(9, 4, 0, (snapshot,), demand=demand), 16)
     assert reading_of(wire, at_s=2.0) == ClusterReading(2.0, 9, 4, demand, (one,))
 
@@ -187,6 +242,7 @@ LOADS = st.builds(
     prompt_busy_s=SECONDS,
     prompt_steps=COUNTS,
     decode_busy_s=SECONDS,
+    decode_steps=COUNTS,
     uptime_s=SECONDS,
 )
 WORKERS = st.lists(
@@ -199,10 +255,16 @@ WORKERS = st.lists(
     max_size=3,
     unique_by=lambda w: w.hello.worker_id,
 )  # fmt: skip
+CLASSES = st.builds(
+    ClassDemand, st.sampled_from(["chat", "voice"]), ttft_met=COUNTS, ttft_missed=COUNTS, tpot_met=COUNTS, tpot_missed=COUNTS,
+    late_by_queue=COUNTS, late_by_failure=COUNTS, slow_by_steps=COUNTS, slow_by_failure=COUNTS, refused=COUNTS,
+    first_gap_s=SECONDS, first_gaps=COUNTS,
+)  # fmt: skip
 DEMANDS = st.builds(
     DemandCounts, uptime_s=SECONDS, requests=COUNTS, prompt_tokens=COUNTS, output_tokens=COUNTS, refused=COUNTS,
     ttft_met=COUNTS, ttft_missed=COUNTS, tpot_met=COUNTS, tpot_missed=COUNTS, longest_wait_s=SECONDS,
     placed_prompt_tokens=COUNTS, prefill_prompt_tokens=COUNTS,
+    classes=st.lists(CLASSES, max_size=2, unique_by=lambda one: one.slo_class).map(tuple),
 )  # fmt: skip
 READINGS = st.builds(ClusterReading, SECONDS, st.integers(1, 2), st.integers(0, 9), DEMANDS, WORKERS.map(tuple))
 

@@ -59,11 +59,11 @@ def test_settles_after_a_step_up_and_a_step_down():
 def flips_are_preferred() -> None:
     """Decode lacks workers that prefill has to spare: it gets them although nobody may shrink for an hour."""
     limits = replace(LIMITS, max_workers=14, can_flip=True)
-    fluid = Fluid(step(450, 20, 60), limits=limits, prefill=FluidPool(7), decode=FluidPool(3), noise=False)
+    fluid = Fluid(step(450, 20, 40), limits=limits, prefill=FluidPool(7), decode=FluidPool(2), noise=False)
     fluid.settings = PlannerSettings(downscale_delay_s=3_600.0)
     made = fluid.run(900)
     assert any("A worker changes its role from prefill to decode." in each.reasons for each in made)
-    assert fluid.prefill.all + fluid.decode.all == 10
+    assert fluid.prefill.all + fluid.decode.all == 9
 
 
 def keeps_the_budget() -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Final
 
-from pdserve.core.sampling import Placement
+from pdserve.core.errors import DeadlineExceeded, Overloaded, PdserveError
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role
 from router.api.answer import Report
-from router.core.live_request import LiveRequest
+from router.core.live_request import LiveRequest, Times
 from router.core.machines.request_machine import RequestState
+
+_WAITED: Final = (DeadlineExceeded, Overloaded)
+"""The errors of requests that failed because they waited, and not because an attempt failed."""
 
 
 class Demand:
@@ -42,7 +46,7 @@ class Demand:
         self._refused += 1
         self._classes.setdefault(slo_class, Counter())["refused"] += 1
 
-    def ended(self, request: LiveRequest, report: Report) -> None:
+    def ended(self, request: LiveRequest, report: Report, error: PdserveError | None) -> None:
         """Count the output of a request that has ended, its targets, and why it missed them. A cancelled one says something
         about targets only if it had missed one before."""
         self._ended_tokens += report.output_tokens
@@ -53,12 +57,12 @@ class Demand:
             if met is not None:
                 counts[f"{target}_{'met' if met else 'missed'}"] += 1
         if report.ttft_met is False:
-            counts[late_by(request, report)] += 1
+            counts[late_by(request, report, error)] += 1
         if report.tpot_met is False:
             counts[slow_by(request, report)] += 1
-        if report.first_decode_s:
+        if (gap_s := request.times.first_gap_s) is not None:
             counts["first_gaps"] += 1
-            self._first_gap_s[report.slo_class] += report.first_decode_s - report.ttft_s
+            self._first_gap_s[report.slo_class] += gap_s
 
     def snapshot(
         self, live: Iterable[LiveRequest], waiting: Iterable[LiveRequest], *, now_s: float, uptime_s: float
@@ -91,30 +95,49 @@ class Demand:
         )
 
 
-def late_by(request: LiveRequest, report: Report) -> str:
-    """Return what took most of the time to the first token, as the name of a count of `ClassDemand`."""
-    if not report.decode_worker:
-        return "late_by_queue"
-    if report.attempts > 1 or request.machine.state is RequestState.FAILED:
+def late_by(request: LiveRequest, report: Report, error: PdserveError | None) -> str:
+    """Return what took most of the time to the first token, as the name of a count of `ClassDemand`. A request that failed
+    without a token was late by its failure, unless all it did was to wait."""
+    times = request.times
+    if times.first_token_s is None and request.machine.state is RequestState.FAILED and not isinstance(error, _WAITED):
         return "late_by_failure"
-    placed_s = (report.ttft_s or report.total_s) - report.queue_s
-    started_s = report.prefill_start_s - report.queue_s
-    if report.placement is Placement.COLOCATED:
-        parts = {"late_by_colocated": placed_s}
-    elif started_s <= 0.0:
-        parts = {"late_by_prefill_queue": placed_s}
-    else:
-        parts = {"late_by_prefill_queue": started_s, "late_by_prefill": placed_s - started_s}
-    return max({"late_by_queue": report.queue_s, **parts}.items(), key=lambda part: part[1])[0]
+    parts = _parts(times, times.arrived_s + report.total_s if times.first_token_s is None else times.first_token_s)
+    return max(parts, key=parts.__getitem__)
+
+
+def _parts(times: Times, end_s: float) -> defaultdict[str, float]:
+    """Return what took the time until `end_s`, in the order in which it began. That is at most the first token, or the KV."""
+    parts, since_s = defaultdict[str, float](float), times.arrived_s
+    if times.leader is not None and times.freed_s is not None:  # a sibling waited for all that its leader waited for
+        parts, since_s = _parts(times.leader, times.freed_s), times.freed_s
+    if times.had_room_s is None:
+        parts["late_by_queue"] += end_s - since_s
+        return parts
+    attempt = times.drew_first or times.attempt
+    prompt_s, started_s = attempt.prefill_sent_s, attempt.prefill_started_s
+    bound_s = min([at_s for at_s in (attempt.bind_sent_s, prompt_s) if at_s is not None], default=end_s)  # before a rebind
+    parts["late_by_queue"] += times.had_room_s - since_s
+    parts["late_by_failure"] += bound_s - times.had_room_s
+    if prompt_s is None:
+        parts["late_by_colocated"] += end_s - bound_s
+        return parts
+    parts["late_by_queue"] += prompt_s - bound_s
+    parts["late_by_prefill_queue"] += (end_s if started_s is None else started_s) - prompt_s
+    parts["late_by_prefill"] += 0.0 if started_s is None else end_s - started_s
+    return parts
 
 
 def slow_by(request: LiveRequest, report: Report) -> str:
-    """Return what made the tokens slow, as the name of a count of `ClassDemand`: the steps, where they alone are too slow."""
-    gap_s, gaps = report.first_decode_s - report.ttft_s, report.output_tokens - 1
-    if report.attempts > 1 or request.machine.state is RequestState.FAILED:
+    """Return what made the tokens slow, as the name of a count of `ClassDemand`. The steps did where they alone are too slow. A
+    request that failed while its tokens were in time missed its target by the failure."""
+    times, slo, gaps = request.times, request.slo, report.output_tokens - 1
+    if slo.tpot_met(report.tpot_s):
         return "slow_by_failure"
-    steps_s = gaps * report.tpot_s - gap_s
-    if gap_s <= 0.0 or (gaps > 1 and not request.slo.tpot_met(steps_s / (gaps - 1))):
+    if report.attempts > 1 and times.drew_first is not times.attempt:  # the stream paused for another attempt
+        return "slow_by_failure"
+    gap_s = times.first_gap_s
+    if gap_s is None or (gaps > 1 and not slo.tpot_met((gaps * report.tpot_s - gap_s) / (gaps - 1))):
         return "slow_by_steps"
-    transfer_s = report.kv_committed_s - report.ttft_s
-    return "slow_by_transfer" if transfer_s > gap_s / 2.0 else "slow_by_first_decode"
+    if report.rebinds:
+        return "slow_by_failure"
+    return "slow_by_transfer" if times.transfer_gap_s > gap_s / 2.0 else "slow_by_first_decode"

@@ -47,6 +47,7 @@ def test_a_step_with_prompts_counts_the_operations_of_all_its_tokens(
     single += sum(rows for _, _, rows in chunks) * FLOPS.row
     assert counts.prompt_flops == single
     assert (counts.computed_prompt_tokens, counts.output_tokens, counts.prompt_busy_s) == (5, 2, 0.5)
+    assert (counts.prompt_steps, counts.decode_steps) == (1, 0)
     assert counts.decode_busy_s == counts.decode_read_bytes == 0.0
 
 
@@ -57,6 +58,7 @@ def test_a_step_of_decodes_counts_weights_once_and_the_kv_of_each(starts: list[i
     counts.add(StepPlan(tuple(slices), len(starts)), prompt_tokens=0, output_tokens=3, step_s=0.25)
     kv = sum(start + 1 for start in starts) + sum(start + tokens for start, tokens in drafted)
     assert counts.decode_read_bytes == TRAFFIC.fixed + kv * SHAPE.kv_numbers * 2
+    assert (counts.prompt_steps, counts.decode_steps) == (0, 1)
     assert (counts.decode_busy_s, counts.prompt_busy_s, counts.prompt_flops) == (0.25, 0.0, 0.0)
 
 
@@ -81,6 +83,7 @@ def test_the_engine_counts_prompts_by_chunks_and_every_token_drawn() -> None:
     third = step(Activate(SeqId(2), 5))
     fourth = step()
     assert (fourth.computed_prompt_tokens, fourth.output_tokens, fourth.decode_busy_s) == (10, 3, 1.0)
+    assert (fourth.prompt_steps, fourth.decode_steps) == (2, 2)
     assert third.decode_read_bytes == TRAFFIC.decodes([10])
     assert fourth.decode_read_bytes == TRAFFIC.decodes([10]) + TRAFFIC.decodes([11])
 

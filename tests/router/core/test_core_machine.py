@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from random import Random
 
 import hypothesis.strategies as st
@@ -21,7 +22,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.ids import Handle, LeaseId, RequestId
 from pdserve.core.sampling import Placement
-from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from pdserve.core.slo import DEFAULT_CLASS, ClassDemand, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core import events as ev
@@ -36,6 +37,7 @@ RECOVERY_WAIT_S = 8.0
 DEADLINE_MAX_S = 20.0
 CLASSES = (DEFAULT_CLASS, SloClass("half", tpot_s=0.1, queue_share=0.5), SloClass("high", ttft_s=1.0, priority=5))
 CLIENTS = ((), ("a", "1", "x"), ("a", "2", "y"), ("b", "3", "z"), ("b", "3", "w"))
+COUNTS = tuple(field.name for field in fields(ClassDemand))
 BOUND_S = int(DEADLINE_MAX_S) + 2
 """After the last fault, every request has ended: by its deadline at the latest."""
 
@@ -119,10 +121,11 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         deadline_s=st.floats(0.5, DEADLINE_MAX_S),
         placement=st.sampled_from([None, *Placement]),
+        slo=st.sampled_from(CLASSES),
         late=st.integers(0, 30),
     )
     def submit_group(
-        self, n: int, prompt_len: int, max_tokens: int, deadline_s: float, placement: Placement | None, late: int
+        self, n: int, prompt_len: int, max_tokens: int, deadline_s: float, placement: Placement | None, slo: SloClass, late: int
     ) -> None:
         """Choices of one prompt: a leader, and siblings that come at once or when it has gone on. A leader that is refused has
         no siblings."""
@@ -137,6 +140,7 @@ class CoreMachine(RuleBasedStateMachine):
                     max_tokens=max_tokens,
                     deadline_s=deadline_s,
                     placement=placement,
+                    slo=slo,
                     leader=leader,
                     keys=keys,
                     client=("a", "1", f"group of {leader or name}"),
@@ -329,6 +333,12 @@ class CoreMachine(RuleBasedStateMachine):
         told = [r for r, how in ended if how != ["cancelled"] or False in (r.ttft_met, r.tpot_met)]
         assert (demand.ttft_met, demand.ttft_missed) == (sum(r.ttft_met is True for r in told), missed(told, "ttft_met"))
         assert (demand.tpot_met, demand.tpot_missed) == (sum(r.tpot_met is True for r in told), missed(told, "tpot_met"))
+        assert demand.refused == sum(one.refused for one in demand.classes)
+        for one in demand.classes:
+            late, slow = (sum(getattr(one, name) for name in COUNTS if name.startswith(how)) for how in ("late_by", "slow_by"))
+            assert (late, slow) == (one.ttft_missed, one.tpot_missed), "a missed target has not one cause"
+            assert one.first_gap_s >= 0.0
+            assert one.first_gaps <= sum(r.slo_class == one.slo_class and r.output_tokens > 1 for r in told)
 
     def teardown(self) -> None:
         """Faults stop, all work, time goes on: within its bounds every request ends, and nothing is left."""
@@ -385,6 +395,7 @@ def chaos(machine: CoreMachine, random: Random) -> None:
             random.randint(1, 6),
             random.uniform(1, DEADLINE_MAX_S),
             random.choice([None, None, *Placement]),
+            random.choice(CLASSES),
             random.choice([0, 0, random.randint(1, 20)]),
         ): 4,
         lambda: machine.bustle(pick, random.randint(1, 8)): 60,

@@ -423,7 +423,7 @@ def test_a_client_that_leaves_says_nothing_about_a_target_unless_it_was_missed_b
     stage.tell(ev.ClientGone(RequestId("b")))
     after = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
     assert (after.ttft_met, after.ttft_missed, after.output_tokens) == (0, 1, before.output_tokens)
-    assert after.of_class("tight") == ClassDemand("tight", ttft_missed=1)
+    assert after.of_class("tight") == ClassDemand("tight", ttft_missed=1, late_by_queue=1)
     assert after.of_class("default") == ClassDemand("default")
 
 
@@ -434,7 +434,10 @@ def test_targets_are_counted_by_class_and_all_together() -> None:
     stage.now_s += 2.0
     stage.run()
     counts = stage.core.demand(now_s=stage.now_s, uptime_s=0.0)
-    assert counts.classes == (ClassDemand("within 1 s", 0, 2, 2, 0), ClassDemand("within 3 s", 1, 0, 1, 0))
+    assert counts.classes == (
+        ClassDemand("within 1 s", 0, 2, 2, 0, late_by_queue=2, first_gaps=2),
+        ClassDemand("within 3 s", 1, 0, 1, 0, first_gaps=1),
+    )
     assert (counts.ttft_met, counts.ttft_missed, counts.tpot_met, counts.tpot_missed) == (1, 2, 3, 0)
     stage.assert_empty()
 

@@ -93,6 +93,7 @@ def test_the_demand_is_told_with_refusals_of_the_service_and_of_the_core(monkeyp
             demand = cluster_state_to_wire(cluster.service.snapshot(), 16).demand
             told = (demand.requests, demand.prompt_tokens, demand.output_tokens, demand.refused, demand.queued_prompt_tokens)
             assert told == (2, 5, 7, 1, 0)
+            assert [(one.slo_class, one.refused) for one in demand.classes] == [("default", 1)], "it named no class"
             assert demand.uptime_s > 0
 
     asyncio.run(story())
