@@ -23,15 +23,16 @@ IDLE: Final = 0.5
 """Prefill workers that are busy for less than half of the time do not explain a late first token: prompts wait for decode."""
 CAUTION: Final = 4.0
 """A margin falls below 0 so many times as slowly as to 0: nothing was wrong yet."""
-GROWTH: Final = 0.1
-"""A pool grows at once by this part for each time that its misses are as many as may be: by all of it at ten times as many."""
+EVIDENCE: Final = 5.0
+"""So many misses, and twice as many as may be, are no chance: the pool then grows at once."""
+GROWTH: Final = 0.03
+"""It grows by this part for each time that its misses are as many as may be. Where few are in time, that is half."""
+MOST_GROWTH: Final = 0.5
+MOST_STEP: Final = 1.0
+"""The largest change of the logarithm of a need in one interval."""
 LEAST_PART: Final = 0.5
 """The least part of the misses that may be which lowers the margin of a pool. Both pools have at least half of them: where both
 miss, so that the sum is a little more than may, and where one does, so that the other one's margin still comes to rest."""
-TRIED: Final = 2.0
-"""More workers were tried once the pool has so many times those with which requests began to miss."""
-HELPED: Final = 0.8
-"""They have not helped if more than this part of the misses is left."""
 FEW: Final = 0.1
 """A rise with less than this part of the misses of the day is no reason to keep room for others."""
 
@@ -57,18 +58,15 @@ class PoolCorrection:
     """Above 0: the need has so many times its square root added. Below: it is multiplied by e to this."""
     missed: Mean = NO_MEAN
     """Requests a second, over the time of the budget, that missed a target because of the pool."""
-    share: Mean = NO_MEAN
-    """The share of the requests of late that did while nobody was on the way."""
+    tried_ended: float = 0.0
+    """The requests that have ended of late and since the last worker came, and below those that missed because of the pool."""
+    tried_missed: float = 0.0
     growing_until_s: float | None = None
     """Until then, requests end that ran while workers were on the way. None: none ever were."""
     growth_missed: float = 0.0
     """The requests that missed because of the pool in the present growth, or in the last one."""
     worst_growth: float = 0.0
     """The most such requests of one growth. It fades with the time of the budget."""
-    began: tuple[int, float] | None = None
-    """The workers, and the share that missed, when the margin began to grow above 0. None: it is not above 0."""
-    is_futile: bool = False
-    """More workers have not helped, so the margin does not grow."""
 
     def of(self, need: float) -> float:
         """Return the corrected need. The square root is that of square-root staffing: what comes at random varies by it."""
@@ -82,36 +80,31 @@ class PoolCorrection:
         now_s, dt, ended, may = observed.now_s, observed.interval_s, ended_of(observed), 1.0 - attainment
         until_s = now_s + request_s if pool.is_growing else self.growing_until_s
         is_growing = until_s is not None and now_s <= until_s
-        share = self.share
-        if ended and not is_growing:
-            share = share.add(min(1.0, count / ended), dt, settings.memory_s)
-        late = share.value or 0.0
-        margin, began, is_futile = self.margin, self.began, self.is_futile
+        kept = 0.0 if is_growing else math.exp(-dt / settings.memory_s)
+        tried_missed = kept * self.tried_missed + (0.0 if is_growing else count)
+        tried_ended = max(kept * self.tried_ended + (0.0 if is_growing else ended), tried_missed)
+        margin = self.margin
         if state.rate.value and pool.need > 0.0:
             part = max((self.missed.value or 0.0) / total, LEAST_PART) if (total := state.missed_by_pools) else 1.0
             allowed = 0.0 if margin > 0.0 and state.is_overdrawn(attainment) else may * ended * part
             counted = 0.0 if is_growing and margin >= 0.0 else count
             step = (counted - allowed) / (state.rate.value * settings.correction_growth_s)
-            most = 0.0 if is_futile else pool.most + max(1.0, pool.ready * min(1.0, GROWTH * late / may))
-            margin = self._moved(pool.need, step, most, settings)
-        if margin <= 0.0:
-            began, is_futile = None, False
-        elif began is None:
-            began = (pool.ready, max(late, may))
-        elif not is_growing and pool.ready >= TRIED * began[0] and late > HELPED * began[1]:
-            is_futile = True
+            if pool.most and tried_missed >= max(EVIDENCE, 2.0 * may * tried_ended):
+                step = MOST_STEP
+            excess = GROWTH * tried_missed / (may * tried_ended) if tried_ended else 0.0
+            most = pool.most + max(1.0, pool.ready * min(MOST_GROWTH, excess))
+            margin = self._moved(pool.need, min(step, MOST_STEP), most, settings)
         goes_on = self.growing_until_s is not None and now_s - dt <= self.growing_until_s
         before = self.growth_missed if goes_on or not is_growing else 0.0
         growth = before + (count if is_growing else 0.0)
         return PoolCorrection(
             margin,
             self.missed.add(count / dt, dt, settings.budget_s),
-            share,
+            tried_ended,
+            tried_missed,
             until_s,
             growth,
             max(growth, self.worst_growth * math.exp(-dt / settings.budget_s)),
-            began,
-            is_futile,
         )
 
     def _moved(self, need: float, step: float, most: float, settings: PlannerSettings) -> float:

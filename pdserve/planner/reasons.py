@@ -177,13 +177,7 @@ def missed_sentences(
     found = [f"{min(1.0, missed / rate):.1%} of the requests of late missed a target, where {may:.1%} may. Of these, {parts}."]
     for role, one, names in zip((Role.PREFILL, Role.DECODE), corrections.pools, lacking, strict=True):
         names = tuple(name for name in names if name != "leaving")
-        if one.is_futile and one.began is not None:
-            size, share = one.began
-            found.append(
-                f"More {role.value} workers have not helped: with {size}, {share:.1%} missed because of them. "
-                "No number of them may attain the targets: relax these, or use faster workers."
-            )
-        elif names and (one.share.value or 0.0) > may:
+        if names and one.tried_missed > may * one.tried_ended:
             values = ", ".join(_limit(name, limits) for name in names)
             found.append(f"No size of the {role.value} pool within its limits attains the targets: {values}.")
     return found
