@@ -52,10 +52,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class PoolCorrection:
-    """What misses because of one pool have taught."""
+    """The lessons of requests that missed a target because of one pool."""
 
     margin: float = 0.0
-    """Above 0: the need has so many times its square root added. Below: it is multiplied by e to this."""
+    """Above 0, so many times the square root of the need are added to it. Below, it is multiplied by e to this."""
     missed: Mean = NO_MEAN
     """Requests a second, over the time of the budget, that missed a target because of the pool."""
     tried_ended: float = 0.0

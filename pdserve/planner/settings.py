@@ -18,9 +18,9 @@ class PlannerSettings:
     horizon_s: float = 120.0
     """A backlog is to be served within this time: the time in which a new worker could begin to help."""
     smoothing_s: float = 30.0
-    """The time constant of the mean demand. It divides the noise of single seconds by about eight."""
+    """Rates are means over ten times this time, or over less where that differs by more than chance (`means.py`)."""
     trend_s: float = 300.0
-    """The time constant of the trend. At ten requests a second, the noise of a forecast over `start_s` is about a tenth."""
+    """The time constant of the trend. What its slope would be by chance is subtracted from it."""
     memory_s: float = 300.0
     """The time constant of what is learned about requests and workers: tokens of a request, rates, shares of cached KV."""
     step_memory_s: float = 3_600.0
@@ -35,7 +35,8 @@ class PlannerSettings:
     """The variance of the time of a prompt over its squared mean. 1: as of an exponential distribution. The prompts of
     Azure's public trace of conversations (2023) have 0.92."""
     tpot_share: float = 0.93
-    """The mean decode step may take this share of the TPOT target. The rest is for workers with more than the mean load."""
+    """The mean decode step may take this share of the TPOT target. The rest is for workers with more than the mean load; how
+    sequences come and go is counted apart (`steps.py`)."""
     kv_share: float = 0.85
     """The largest share of the KV blocks that may be held. The rest is for requests that wait for room, and for growth."""
     sequences_share: float = 0.9
@@ -50,9 +51,10 @@ class PlannerSettings:
     cooldown_s: float = 30.0
     """The time after a change of a pool in which the planner changes it no more. The default is Ray Serve's upscale delay."""
     max_correction: float = 4.0
-    """The need of a pool that misses its target is multiplied by at most this."""
+    """A pool that misses its targets gets at most so many times the workers that were computed, or so many if one was."""
     min_correction: float = 0.85
-    """The need of a pool whose requests meet their targets more often than asked is multiplied by at least this."""
+    """A pool whose requests meet their targets more often than asked gets at least so many times the workers that were
+    computed."""
     correction_growth_s: float = 120.0
     """The correction grows e times in this time while no request meets its target; slower if fewer requests miss it."""
     budget_s: float = 86_400.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.planner_loads import judged_with, read_references, reference_record
 from clustersim.controllers import ScheduleController
 from clustersim.days import Day
 from clustersim.judge import WINDOW_REQUESTS, Below, Judged, below, compared, judge
@@ -87,17 +89,27 @@ def hour(missed: set[int]) -> list[Served]:
     [
         (set(), [], 0.0),
         ({10, 11}, [], 0.0),  # a start excuses two minutes and ten seconds
-        ({10, 11, 12, 13}, [], 110.0),
+        ({10, 11, 12, 13}, [], 70.0),  # nobody knew before the first window had ended
         ({10, 11, 12, 13}, [600.0], 110.0),
         ({10, 11, 12, 13}, [550.0], 160.0),  # excused from the rise, not from the first miss on
         ({10, 11, 12, 13}, [600.0, 720.0], 0.0),  # a second rise excuses anew
-        ({10, 11, 12, 13}, [100.0], 110.0),  # a rise that is long ago has nothing to do with it
+        ({10, 11, 12, 13}, [100.0], 70.0),  # a rise that is long ago has nothing to do with it
     ],
 )
 def test_a_start_excuses_misses_after_a_rise_and_no_longer(missed, rises_s, overdue_s):
     found = below(hour(missed), 0.97, rises_s, 130.0)
     assert found.worst == (0.0 if missed else 1.0)
     assert found.overdue_s == pytest.approx(overdue_s, abs=WINDOW_REQUESTS)
+
+
+def test_a_jump_counts_from_the_moment_on_at_which_it_can_be_told_from_chance():
+    """At 0.4 requests a second, a jump to 0.8 is three deviations after 22.5 s. One to 0.41 never is."""
+    day = Day(hours=24.0, minutes_per_hour=10.0)
+    levels = ((0.0, 0.4), (0.25, 0.8), (0.5, 0.4), (0.75, 0.41))
+    load = replace(LOADS[0], rate=Rate.STEPS, levels=levels)
+    load = replace(load, peak_workers=load.peak_workers / load.peak_per_s)
+    assert load.peak_per_s == pytest.approx(1.0)
+    assert load.rises_s(day) == [pytest.approx(0.25 * day.length_s + 22.5)]
 
 
 @given(st.integers(0, 1000), st.floats(0.0, 1.0), st.floats(0.0, 600.0))
@@ -209,6 +221,20 @@ def test_a_short_load_is_judged_by_the_production_planner():
     assert found.oracle is not None
     assert found.oracle.attainment >= 0.97
     assert found.oracle.worker_s < found.asked.worker_s
+
+
+def test_a_reference_is_kept_and_makes_the_same_judgement(tmp_path):
+    load = replace(LOADS[0], rate=Rate.STEPS, levels=((0.0, 0.4),), peak_workers=1.5, start_s=20.0)
+    day, path = replace(SHORT, hours=0.25), tmp_path / "reference.jsonl"
+    assert read_references(path, day) == {}
+    first, reference = judged_with(load, day, None)
+    path.write_text(json.dumps(reference_record(load.name, day, reference)) + "\n")
+    kept = read_references(path, day)[load.name]
+    assert kept.splits == reference.splits
+    again, _ = judged_with(load, day, kept)
+    assert (again.attainment, again.worker_s, again.asked) == (first.attainment, first.worker_s, first.asked)
+    assert again.losses == first.losses
+    assert read_references(path, replace(day, seed=1)) == {}, "another day has other requests"
 
 
 def test_a_day_without_requests_is_refused():

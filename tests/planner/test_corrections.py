@@ -96,7 +96,7 @@ def test_in_the_long_run_no_more_requests_miss_than_may(need, wrong, steep, ende
     world = World(need, misses, ended)
     world.run(240)
     late = world.missed[len(world.missed) // 2 :]
-    assert sum(late) / len(late) <= 1.5 * MAY
+    assert sum(late) / len(late) <= 2.0 * MAY
 
 
 def test_where_no_size_attains_the_pool_grows_to_a_multiple_of_its_need_and_the_plan_says_what_misses():

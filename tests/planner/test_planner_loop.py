@@ -95,11 +95,12 @@ def unknown_values_are_no_zeros() -> None:
 
 
 def corrections_do_not_wind_up() -> None:
-    """Workers take ten minutes to start. Their absence is no error of the rates, and teaches nothing."""
+    """Workers take ten minutes to start. Their absence is no error of the rates, and teaches nothing: only misses before they
+    are ordered count, for one more worker."""
     fluid = Fluid(step(300, 5, 60), start_s=600.0, noise=False, tells_misses=True)
     for made in fluid.run(900):
-        assert made.pools[0].correction < 1.1
-        assert made.pools[1].correction < 1.1
+        assert made.pools[0].correction < 2.2
+        assert made.pools[1].correction < 2.2
 
 
 def the_season_starts_workers_before_the_rise() -> None:
