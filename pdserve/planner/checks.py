@@ -34,10 +34,14 @@ def faults(observed: Observations) -> tuple[str, ...]:
                 found.append(f"{name}.{field.name} is missing")
             elif value is not None and not _is_number(value):
                 found.append(f"{name}.{field.name} is {value}")
-    for name in ("ttft_met", "tpot_met"):
+    for name in ("ttft_met", "tpot_met", "ended", "refused", "first_gap_s"):
         value = getattr(observed, name)
         if value is not None and not _is_number(value):
             found.append(f"{name} is {value}")
+    for field in fields(observed.missed):
+        value = getattr(observed.missed, field.name)
+        if not _is_number(value):
+            found.append(f"missed.{field.name} is {value}")
     return tuple(found)
 
 

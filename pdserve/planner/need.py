@@ -1,10 +1,13 @@
 """The need of each pool: its demand divided by the rate of one worker at which requests still meet their targets.
 
 ```
-prefill = max(workers_for_wait(min(demand / rate, 2 * busy workers)), busy workers / max_utilisation) * correction
-decode  = max(demand / (sequences / step(sequences)) + busy with prompts / max_utilisation, used workers) * correction
+prefill = max(workers_for_wait(min(demand / rate, 2 * busy workers)), busy workers / max_utilisation)
+decode  = max(demand / (sequences / step(sequences)) + busy with prompts / max_utilisation, used workers, slow workers)
 used    = ready * max(held share of the KV / kv_share, running share of the sequences / sequences_share)
+slow    = running sequences of all / sequences, while their steps are slower than the target
 ```
+`correction.py` corrects both by the requests that miss their targets.
+
 Busy and used workers are what was measured of the whole pool. They guard against a rate that is learned wrong: from below
 always, and from above while prefill workers have time to spare and no request waits in the router or is refused there.
 """
@@ -101,11 +104,14 @@ class Workers:
         is_known = self.prompt_rate.weight >= 1 - math.exp(-FEWEST_BUSY_S / settings.memory_s)
         return self.prompt_rate.value if is_known else None
 
-    def overloaded(self, each: Room, line: Line, tpot_s: float | None) -> float:
-        """Return the workers for all sequences that run now, if their steps are too slow. 0: they are not."""
-        total = self.running.value or 0.0
-        ready, slow = self.ready, tpot_s is not None and line.step_s(total / max(1, self.ready)) > tpot_s
-        return total / each.sequences if slow and ready else 0.0
+    def for_slow_steps(self, each: Room, line: Line, tpot_s: float | None) -> float:
+        """Return the workers for all sequences that run now, if their steps are slower than the target. 0: they are not.
+
+        Requests whose steps are too slow end later, so their number tells of a shortage before any of them has missed.
+        """
+        running = self.running.value or 0.0
+        is_slow = tpot_s is not None and self.ready > 0 and line.step_s(running / self.ready) > tpot_s
+        return running / each.sequences if is_slow else 0.0
 
     def kv_per_sequence(self) -> float | None:
         """Return the share of a worker's KV blocks that one sequence holds. None: nobody ran yet."""
@@ -151,7 +157,7 @@ def prefill_need(workers: Workers, demand: PhaseDemand, targets: Targets, settin
     rate = workers.tokens_per_s(settings)
     if not rate:
         if demand.elsewhere is not None and workers.prefill_spare:
-            return Need(demand, max(measured, fewest), measured_workers=measured)
+            return Need(demand, max(measured, fewest), measured_workers=measured, present_workers=measured)
         return Need(demand, None if demand.total > 0 or fewest else 0.0, measured_workers=measured)
     load = demanded = min(demand.total / rate, float(MOST_WORKERS))
     if workers.prefill_spare and busy:  # a season may ask for more than is needed now
@@ -178,7 +184,8 @@ def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, setting
     line = workers.steps.line()
     if line is None:  # no step without a prompt was seen: where prompts run, their time alone is the load
         if prompts > NOTHING:
-            return Need(demand, max(prompts, measured), measured_workers=measured, prompt_workers=prompts)
+            most = max(prompts, measured)
+            return Need(demand, most, measured_workers=measured, prompt_workers=prompts, present_workers=most)
         return Need(demand, None if demand.total > 0 else 0.0, measured_workers=measured)
     tpot_s = _tpot_of_steps(targets.tpot_s, demand.request_tokens, workers.first_gap_s.value)
     spread = max(0.0, NormalDist().inv_cdf(targets.attainment))
@@ -186,7 +193,7 @@ def decode_need(workers: Workers, demand: PhaseDemand, targets: Targets, setting
     count, present = (min(rate / each.tokens_per_s, float(MOST_WORKERS)) + prompts for rate in (demand.total, demand.measured))
     return Need(
         demand,
-        max(count, measured, workers.overloaded(each, line, tpot_s)),
+        max(count, measured, workers.for_slow_steps(each, line, tpot_s)),
         each.tokens_per_s,
         None,
         measured,
