@@ -22,9 +22,10 @@ from pdserve.planner.settings import PlannerSettings
 IDLE: Final = 0.5
 """Prefill workers that are busy for less than half of the time do not explain a late first token: prompts wait for decode."""
 CAUTION: Final = 4.0
-"""A margin falls below 0 so many times as slowly as to 0: nothing was wrong yet."""
-EVIDENCE: Final = 5.0
-"""So many misses, and twice as many as may be, are no chance: the pool then grows at once."""
+"""A margin falls so many times as slowly below 0, where nothing was wrong yet, and above 0 while more requests have missed within
+the time of the budget than may."""
+EVIDENCE: Final = 8.0
+"""So many misses, and twice as many as may be, are hardly a chance: the pool then grows at once."""
 GROWTH: Final = 0.03
 """It grows by this part for each time that its misses are as many as may be. Where few are in time, that is half."""
 MOST_GROWTH: Final = 0.5
@@ -55,7 +56,8 @@ class PoolCorrection:
     """The lessons of requests that missed a target because of one pool."""
 
     margin: float = 0.0
-    """Above 0, so many times the square root of the need are added to it. Below, it is multiplied by e to this."""
+    """Above 0, so many times the square root of the need are added to it, or so many workers to less than one. Below, the need
+    is multiplied by e to this."""
     missed: Mean = NO_MEAN
     """Requests a second, over the time of the budget, that missed a target because of the pool."""
     tried_ended: float = 0.0
@@ -70,7 +72,7 @@ class PoolCorrection:
 
     def of(self, need: float) -> float:
         """Return the corrected need. The square root is that of square-root staffing: what comes at random varies by it."""
-        return need * math.exp(self.margin) if self.margin <= 0.0 else need + self.margin * math.sqrt(need)
+        return need * math.exp(self.margin) if self.margin <= 0.0 else need + self.margin * math.sqrt(max(need, 1.0))
 
     def after(
         self, pool: Pool, count: float, state: Corrections, observed: Observations, attainment: float, request_s: float,
@@ -86,12 +88,13 @@ class PoolCorrection:
         margin = self.margin
         if state.rate.value and pool.need > 0.0:
             part = max((self.missed.value or 0.0) / total, LEAST_PART) if (total := state.missed_by_pools) else 1.0
-            allowed = 0.0 if margin > 0.0 and state.is_overdrawn(attainment) else may * ended * part
+            is_spent = state.missed_by_pools > may * (state.ended.value or 0.0)
+            allowed = may * ended * part / (CAUTION if margin > 0.0 and is_spent else 1.0)
             counted = 0.0 if is_growing and margin >= 0.0 else count
             step = (counted - allowed) / (state.rate.value * settings.correction_growth_s)
             if pool.most and tried_missed >= max(EVIDENCE, 2.0 * may * tried_ended):
                 step = MOST_STEP
-            excess = GROWTH * tried_missed / (may * tried_ended) if tried_ended else 0.0
+            excess = GROWTH * tried_missed / (may * tried_ended) if tried_missed >= 1.0 else 0.0
             most = pool.most + max(1.0, pool.ready * min(MOST_GROWTH, excess))
             margin = self._moved(pool.need, min(step, MOST_STEP), most, settings)
         goes_on = self.growing_until_s is not None and now_s - dt <= self.growing_until_s
@@ -114,9 +117,9 @@ class PoolCorrection:
         workers = self.of(need)
         moved = workers * math.exp(step)
         if step > 0.0:
-            moved = max(workers, min(moved, max(most, need), settings.max_correction * max(need, 1.0)))
-        moved = max(moved, settings.min_correction * need)
-        return (moved - need) / math.sqrt(need) if moved > need else math.log(moved / need)
+            moved = max(workers, min(moved, max(most, need)))
+        moved = min(max(moved, settings.min_correction * need), settings.max_correction * max(need, 1.0))
+        return (moved - need) / math.sqrt(max(need, 1.0)) if moved > need else math.log(moved / need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +154,9 @@ class Corrections:
         """Return the share of the requests that missed a target, over the time of the budget."""
         return (self.missed.value or 0.0) / ended if (ended := self.ended.value) else 0.0
 
-    def is_overdrawn(self, attainment: float) -> bool:
-        """Tell whether more requests have missed than may."""
-        return self.missed_share > 1.0 - attainment
-
     def keeps_room(self, pool: PoolCorrection, attainment: float, settings: PlannerSettings) -> bool:
         """Tell whether a pool keeps room for rises: another one like the worst would make more requests miss than may."""
-        seconds = -settings.budget_s * math.log(max(1.0 - self.ended.weight, 1e-9))  # those that the means have seen
+        seconds = settings.budget_s * self.ended.weight  # those that the means stand for
         missed = (self.missed.value or 0.0) * seconds + pool.worst_growth
         may = (1.0 - attainment) * (self.ended.value or 0.0) * seconds
         return missed > may and pool.worst_growth > FEW * missed
@@ -178,6 +177,8 @@ def corrected(
 
     pools: prefill and decode. request_s: the time of a request; one that began before a worker came ends so much later.
     """
+    if targets.ttft_s is None and targets.tpot_s is None:
+        return state
     missed, dt = observed.missed, observed.interval_s
     by_prefill, by_decode = blamed(observed)
     ended = ended_of(observed)
@@ -224,5 +225,6 @@ def blamed(observed: Observations) -> tuple[float, float]:
 
 
 def waits_for_decode(observed: Observations) -> bool:
-    """Tell whether requests wait for room on decode workers: they queue while prefill workers are idle."""
-    return (observed.demand.queued_requests or 0.0) > 0 and (observed.prefill.utilisation or 0.0) < IDLE
+    """Tell whether requests wait or are refused for room on decode workers: prefill workers are idle meanwhile."""
+    stopped = (observed.demand.queued_requests or 0.0) + (observed.refused or 0.0)
+    return stopped > 0.0 and (observed.prefill.utilisation or 0.0) < IDLE

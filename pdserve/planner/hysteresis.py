@@ -107,6 +107,7 @@ def _noted(memory: PoolMemory, workers: int, now_s: float, settings: PlannerSett
 def _stacked(largest: Largest, value: float, now_s: float, kept_s: float) -> Largest:
     """Return the largest values with a new one. Smaller ones before it count no more, nor do those older than `kept_s`."""
     kept = [item for item in largest if item[0] >= now_s - kept_s and item[1] > value]
-    if len(kept) >= _LONGEST:
-        kept = [(kept[1][0], kept[0][1]), *kept[2:]]
+    if len(kept) >= _LONGEST:  # the two that are nearest in time become one, which is as large as the earlier one
+        nearest = min(range(len(kept) - 1), key=lambda at: kept[at + 1][0] - kept[at][0])
+        del kept[nearest + 1]
     return (*kept, (now_s, value))

@@ -35,6 +35,7 @@ from pdserve.planner.reasons import (
     waiting_sentence,
 )
 from pdserve.planner.settings import PlannerSettings
+from pdserve.planner.steps import TRUST_BOUND
 
 __all__ = ["Plan", "PlannerSettings", "PlannerState", "PoolNeed", "plan", "planned_once"]
 
@@ -131,7 +132,7 @@ def plan(
         prefill_need(workers, prompt_demand(traffic, observations, settings), targets, settings),
         decode_need(workers, output_demand(traffic, observations, settings), targets, settings),
     )
-    request_s = _request_s(traffic, observations, targets)
+    request_s = _request_s(traffic, observations, targets, settings)
     corrections = corrected(
         state.corrections, observations, targets, _pools_of(observations, needs, state, settings), request_s, settings
     )
@@ -211,12 +212,14 @@ def _pools_of(
     observed: Observations, needs: tuple[Need, Need], state: PlannerState, settings: PlannerSettings
 ) -> tuple[Pool, Pool]:
     """Return both pools for their corrections. A corrected need may not grow before a first plan, nor while workers are on the
-    way to the pool, are missing, or would exceed a limit."""
+    way to the pool, are missing, or would exceed a limit. Nor may that of decode workers that never ran as many sequences as
+    they may: more workers would run even fewer, and then seem to do less."""
     sizes, memories = state.sizes, state.memories
 
     def pool(pool: PoolObserved, need: Need, size: int, memory: PoolMemory | None) -> Pool:
         is_growing = pool.coming > 0 or pool.ready < size
-        may_grow = memory is not None and not is_growing and size >= memory.wanted
+        is_idle = need.room is not None and need.room.bound == TRUST_BOUND
+        may_grow = memory is not None and not (is_growing or is_idle) and size >= memory.wanted
         most = pool.ready * (1 + settings.tolerance) if may_grow else 0.0
         return Pool(pool.ready, need.workers or 0.0, most, is_growing)
 
@@ -226,9 +229,11 @@ def _pools_of(
     )
 
 
-def _request_s(traffic: Traffic, observed: Observations, targets: Targets) -> float:
-    """Return the time that a request takes: at most the target for TTFT, and a step for each token."""
-    return (targets.ttft_s or 0.0) + (traffic.output_ratio.value or 0.0) * (observed.decode.step_s or targets.tpot_s or 0.0)
+def _request_s(traffic: Traffic, observed: Observations, targets: Targets, settings: PlannerSettings) -> float:
+    """Return the time that a request takes: at most the target for TTFT, and a step for each token. A ratio of tokens to
+    requests of which nearly none came says little, so the time is bounded."""
+    step_s = observed.decode.step_s or targets.tpot_s or 0.0
+    return min((targets.ttft_s or 0.0) + (traffic.output_ratio.value or 0.0) * step_s, settings.step_memory_s)
 
 
 def _memories(

@@ -22,7 +22,7 @@ def need_sentence(role: Role, need: Need, one: PoolCorrection, targets: Targets,
     demand = need.demand
     if need.workers is None:
         return f"The rate of a {role.value} worker is not known yet, so the {role.value} pool keeps its size."
-    if role is Role.PREFILL and need.workers == FEWEST_WORKERS and demand.elsewhere is not None:
+    if role is Role.PREFILL and need.workers == FEWEST_WORKERS and demand.elsewhere is not None and one.margin <= 0.005:
         where = f"decode workers take {_number(demand.elsewhere)} tokens/s of them"
         return f"The prompts need no more than one prefill worker: {where}."
     if demand.total <= 0 and need.workers <= 0:
@@ -32,7 +32,7 @@ def need_sentence(role: Role, need: Need, one: PoolCorrection, targets: Targets,
     if one.margin > 0.005:
         corrected = f", {count - need.workers:.1f} more than computed because requests missed their targets"
     elif one.margin < -0.005:
-        corrected = f", {count / need.workers:.2f} times as many as computed because more requests than asked met their targets"
+        corrected = f", {count / need.workers:.2f} times as many as computed because few requests missed a target because of it"
     begin = f"The {what} need {count:.1f} {role.value} {'worker' if count == 1 else 'workers'}{corrected}: "
     served = _served(role, need, targets)
     if served and need.measured_workers >= need.workers > 0:

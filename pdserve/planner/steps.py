@@ -24,6 +24,7 @@ TRUST: Final = 2.0
 """A line is believed up to so many times the sequences that were seen."""
 TRUST_SEQUENCES: Final = 8.0
 """A line is believed up to so many sequences in any case: an idle pool has seen fewer than one."""
+TRUST_BOUND: Final = "a number of sequences that is twice what was seen"
 FEWEST_SEQUENCES: Final = 1e-3
 SHORTEST_S: Final = 1e-6
 """Means below these tell nothing: the pool ran nothing for nearly the whole time, and no step is so short."""
@@ -154,7 +155,7 @@ def room(
     spread: the sequences come and go at random, so they exceed their mean by so many standard deviations (of Poisson's
     distribution) as often as requests may miss the target.
     """
-    bounds = [(trusted, "a number of sequences that is twice what was seen")]
+    bounds = [(trusted, TRUST_BOUND)]
     if tpot_s is not None and line.sequence_s > 0:
         most = (tpot_s - line.fixed_s) / line.sequence_s
         allowed = min((settings.tpot_share * tpot_s - line.fixed_s) / line.sequence_s, _mean_below(most, spread))

@@ -222,3 +222,73 @@ def test_a_young_planner_makes_no_pool_smaller():
         sizes.append(made.decode)
     assert set(sizes[: int(SETTINGS.memory_s / INTERVAL_S)]) == {6}
     assert sizes[-1] < 6
+
+
+def test_a_class_without_requests_for_days_stops_nothing():
+    """The means of nearly nothing become numbers that a product rounds to 0."""
+    state, pool = NO_CORRECTIONS, Pool(2, 2.0, 2.2, False)
+    state = corrected(state, seen_at(60.0, 20.0, steps=1.0), AIMS, (pool, pool), 5.0, SETTINGS)
+    for number in range(2, 6_000):
+        seen = replace(seen_at(60.0 * number, 0.0), interval_s=60.0)
+        state = corrected(state, seen, AIMS, (pool, pool), 5.0, SETTINGS)
+    assert state.decode.tried_missed < 1e-200
+
+
+def test_a_margin_that_a_small_need_has_taught_is_bounded_when_the_need_rises():
+    night, noon = World(0.05, lambda _: 0.5), 4.0
+    night.run(120)
+    assert night.state.decode.of(0.05) <= SETTINGS.max_correction
+    assert night.state.decode.of(noon) <= SETTINGS.max_correction * noon
+    night.need, night.misses = noon, lambda _: 0.0
+    night.run(900)
+    assert night.state.decode.of(noon) <= 2 * noon
+
+
+def test_a_burst_a_day_that_overdraws_the_budget_keeps_room_on_every_day():
+    state, settings_ = NO_CORRECTIONS, replace(SETTINGS, budget_s=8_640.0)
+    growing, calm = Pool(2, 4.0, 0.0, True), Pool(4, 4.0, 4.4, False)
+    for number in range(25 * 1_728):
+        burst = number % 1_728 < 200
+        seen = seen_at(INTERVAL_S * (number + 1), 20.0, steps=20.0 if burst else 0.0)
+        state = corrected(state, seen, AIMS, (NOBODY, growing if burst else calm), 5.0, settings_)
+        if number > 1_728:
+            assert state.keeps_room(state.decode, AIMS.attainment, settings_), number
+
+
+def test_misses_that_no_size_mends_do_not_turn_a_few_others_into_a_ratchet():
+    world = World(4.0, lambda _: 0.0)
+    world.run(1)
+    world.run(5, steps=2.0)
+    world.run(300, transfer=1.0, steps=0.02)
+    assert max(world.sizes) <= 12
+    assert world.sizes[-1] <= 5
+
+
+def test_a_class_without_targets_misses_none():
+    seen = replace(seen_at(5.0, 0.0), refused=5.0)
+    assert corrected(NO_CORRECTIONS, seen, Targets(), (NOBODY, NOBODY), 5.0, SETTINGS) is NO_CORRECTIONS
+
+
+def test_a_decode_pool_that_is_nearly_idle_is_not_grown_by_misses_that_have_another_reason():
+    """A client's deadlines of a millisecond end in the queue, whatever the size of the pool."""
+    limits, state = Limits(PoolLimits(1, 9), PoolLimits(1, 40)), PlannerState()
+    ready = 4
+    for number in range(2_000):
+        sequences = 60.0 / ready
+        decode = PoolObserved(ready, step_s=0.02 + 2e-4 * sequences, sequences=sequences, max_sequences=256.0, kv_used=0.01)
+        seen = Observations(
+            INTERVAL_S * (number + 1), INTERVAL_S, DemandObserved(10.0, 1e4, 2e3, 0.0, 0.0),
+            PoolObserved(1, busy_tokens_per_s=1e5, utilisation=0.1, queued_tokens=0.0), decode,
+            ended=50.0, missed=Missed(queue=3.0),
+        )  # fmt: skip
+        made = plan(seen, AIMS, limits, state)
+        state, ready = made.state, made.decode
+    assert ready <= 12
+
+
+@given(st.integers(70, 400))
+def test_a_list_of_the_largest_values_forgets_what_is_old(length):
+    memory, settings_ = begun(1, 0.0), replace(SETTINGS, start_s=length * 1.0)
+    for second in range(3 * length):
+        memory = memory.seen(1.0 + second / 1000.0, float(second), settings_)
+    assert memory.rises[0][1] == pytest.approx(length / 1000.0, rel=0.1)
