@@ -22,9 +22,11 @@ from pdserve.planner.settings import PlannerSettings
 IDLE: Final = 0.5
 """Prefill workers that are busy for less than half of the time do not explain a late first token: prompts wait for decode."""
 CAUTION: Final = 4.0
-"""A margin falls so many times as slowly below 0, where nothing was wrong yet, and above 0 while more requests have missed within
-the time of the budget than may."""
-EVIDENCE: Final = 8.0
+"""A margin falls so many times as slowly below 0 as to 0: nothing was wrong yet."""
+SPENT: Final = 16.0
+"""A margin above 0 falls so many times as slowly while more requests have missed within the time of the budget than may: where
+3 % may, to an e-th within 18 hours."""
+EVIDENCE: Final = 6.0
 """So many misses, and twice as many as may be, are hardly a chance: the pool then grows at once."""
 GROWTH: Final = 0.03
 """It grows by this part for each time that its misses are as many as may be. Where few are in time, that is half."""
@@ -89,9 +91,9 @@ class PoolCorrection:
         if state.rate.value and pool.need > 0.0:
             part = max((self.missed.value or 0.0) / total, LEAST_PART) if (total := state.missed_by_pools) else 1.0
             is_spent = state.missed_by_pools > may * (state.ended.value or 0.0)
-            allowed = may * ended * part / (CAUTION if margin > 0.0 and is_spent else 1.0)
-            counted = 0.0 if is_growing and margin >= 0.0 else count
-            step = (counted - allowed) / (state.rate.value * settings.correction_growth_s)
+            allowed = may * ended * part / (SPENT if margin > 0.0 and is_spent else 1.0)
+            learned = 0.0 if is_growing and margin >= 0.0 else count - allowed
+            step = learned / (state.rate.value * settings.correction_growth_s)
             if pool.most and tried_missed >= max(EVIDENCE, 2.0 * may * tried_ended):
                 step = MOST_STEP
             excess = GROWTH * tried_missed / (may * tried_ended) if tried_missed >= 1.0 else 0.0
