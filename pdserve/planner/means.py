@@ -32,6 +32,8 @@ LADDER: Final = (1 / 3, 1.0, 10 / 3, 10.0)
 """The times over which a rate is averaged, in times of the smoothing time."""
 CHANCE: Final = 3.5
 """A difference of so many standard deviations is no chance: eight of the 17,280 intervals of a day differ as much by chance."""
+SMALLEST: Final = 1e-3
+"""No piece is smaller: a token is one."""
 NOTHING: Final = 0.05
 """Fewer pieces are none: an exponential mean remembers for ever what has ended."""
 DOUBT: Final = 1.5
@@ -58,7 +60,7 @@ class Rate:
         (Anscombe's transform, 1948).
         """
         found = self.means[-1].value
-        if found is None or piece <= 0.0:  # the size of a piece is not known yet
+        if found is None or piece < SMALLEST:  # the size of a piece is not known yet
             return self.means[LADDER.index(1.0)].value
         for mean, step in reversed(list(zip(self.means, LADDER, strict=True))):
             if mean.value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from pdserve.planner.demand import NO_SERIES, NO_TRAFFIC, output_demand, prompt_
 from pdserve.planner.hysteresis import PoolMemory, begun, decided, held
 from pdserve.planner.hysteresis import given as gives
 from pdserve.planner.limits import Targets
-from pdserve.planner.means import NO_MEAN, NO_TREND
+from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND
 from pdserve.planner.need import NO_WORKERS, decode_need, prefill_need
 from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
 from pdserve.planner.planner import PlannerSettings
@@ -294,3 +295,23 @@ def test_a_long_fall_keeps_few_needs():
         memory = decided(memory, 5_000 - number, number * 0.1, SETTINGS)
     assert len(memory.needs) <= 64
     assert memory.largest(0.0) >= 4_999
+
+
+@given(st.floats(0, 1e15), st.floats(0, 1e15), st.floats(0, 1e15))
+def test_a_rate_is_finite_for_any_values_and_any_size_of_a_piece(first, then, piece):
+    rate = NO_RATE.add(first, 1.0, 30.0).add(then, 1.0, 30.0)
+    for size in (0.0, 1e-302, piece):
+        assert 0.0 <= rate.value(size, 30.0) <= 1.001 * max(first, then)
+
+
+def test_a_steady_rate_has_little_noise_and_a_jump_is_seen_within_seconds():
+    chance, rate, seen = random.Random(1), NO_RATE, []
+    for number in range(4_000):
+        arrived = sum(chance.random() < 0.3 / 20 for _ in range(100))  # 0.3 a second, in intervals of 5 s
+        rate = rate.add(arrived / 5.0, 5.0, 30.0)
+        if number > 200:
+            seen.append(rate.value(1.0, 30.0))
+    assert statistics.pstdev(seen) < 0.25 * 0.3, "a mean of 30 s alone has 0.43"
+    for _ in range(5):
+        rate = rate.add(3.0, 5.0, 30.0)
+    assert rate.value(1.0, 30.0) > 1.5
