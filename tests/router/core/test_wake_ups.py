@@ -93,10 +93,15 @@ def come(stage: Stage, name: str, random: Random) -> None:
 
 
 def found_anew(stage: Stage) -> list[RequestId]:
-    """Look at everything that waits as if all workers had just joined, and return the requests that found room."""
+    """Look at everything that waits as if all workers had just joined, and return the requests that found room.
+
+    A request that leaves a draining worker does not wait: it goes on there until a tick or a change moves it.
+    """
     core = stage.core
+    waiting = {request.request_id for request in core.waiting.all()}
     core._dispatcher._seen, core._dispatcher._seen_shifts = (-1, -1), -1
-    return [effect.work.request_id for effect in core._place(stage.now_s) if isinstance(effect, ev.SendBind)]
+    bound = [effect.work.request_id for effect in core._place(stage.now_s) if isinstance(effect, ev.SendBind)]
+    return [request_id for request_id in bound if request_id in waiting]
 
 
 @settings(max_examples=100, deadline=None)
