@@ -41,7 +41,7 @@ FEW: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolSeen:
     """One pool in the interval, as far as its correction needs it."""
 
     ready: int
@@ -77,7 +77,7 @@ class PoolCorrection:
         return need * math.exp(self.margin) if self.margin <= 0.0 else need + self.margin * math.sqrt(max(need, 1.0))
 
     def after(
-        self, pool: Pool, count: float, state: Corrections, observed: Observations, attainment: float, request_s: float,
+        self, pool: PoolSeen, count: float, state: Corrections, observed: Observations, attainment: float, request_s: float,
         settings: PlannerSettings,
     ) -> PoolCorrection:  # fmt: skip
         """Return the correction after an interval in which `count` requests missed a target because of the pool."""
@@ -171,7 +171,7 @@ def corrected(
     state: Corrections,
     observed: Observations,
     targets: Targets,
-    pools: tuple[Pool, Pool],
+    pools: tuple[PoolSeen, PoolSeen],
     request_s: float,
     settings: PlannerSettings,
 ) -> Corrections:

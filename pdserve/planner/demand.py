@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND, Mean, Rate, Trend
+from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND, ArrivalRate, Mean, Trend
 from pdserve.planner.observations import Observations
 from pdserve.planner.season import NO_SEASON, Season
 from pdserve.planner.settings import PlannerSettings
@@ -30,7 +30,7 @@ FEWEST: Final = 1e-3
 class Series:
     """One rate: its mean, its trend, and its season."""
 
-    rate: Rate = NO_RATE
+    rate: ArrivalRate = NO_RATE
     trend: Trend = NO_TREND
     season: Season = NO_SEASON
 
@@ -43,7 +43,7 @@ class Series:
         )
 
     def measured(self, piece: float, settings: PlannerSettings) -> float:
-        """Return the present rate. `piece` is that of `Rate.value`. 0: nothing was added yet."""
+        """Return the present rate. `piece` is that of `ArrivalRate.value`. 0: nothing was added yet."""
         return self.rate.value(piece, settings.smoothing_s) or 0.0
 
     def trending(self, piece: float, settings: PlannerSettings) -> float:

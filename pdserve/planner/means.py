@@ -41,7 +41,7 @@ DOUBT: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class ArrivalRate:
     """The rate of pieces that come at random: a mean over long, or over a shorter time that differs by more than chance.
 
     So a steady rate has little noise, however few pieces come, and a jump is seen within seconds, where many come.
@@ -49,9 +49,11 @@ class Rate:
 
     means: tuple[Mean, ...] = (NO_MEAN,) * len(LADDER)
 
-    def add(self, value: float, interval_s: float, time_s: float) -> Rate:
+    def add(self, value: float, interval_s: float, time_s: float) -> ArrivalRate:
         """Return the rate with the value of an interval."""
-        return Rate(tuple(mean.add(value, interval_s, step * time_s) for mean, step in zip(self.means, LADDER, strict=True)))
+        return ArrivalRate(
+            tuple(mean.add(value, interval_s, step * time_s) for mean, step in zip(self.means, LADDER, strict=True))
+        )
 
     def value(self, piece: float, time_s: float) -> float | None:
         """Return the present rate. None: nothing was added. `piece`: the mean of the squared size of a piece over its mean.
@@ -76,7 +78,7 @@ class Rate:
         return found
 
 
-NO_RATE: Final = Rate()
+NO_RATE: Final = ArrivalRate()
 
 
 @dataclass(frozen=True, slots=True)

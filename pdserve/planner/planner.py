@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.core.worker import Role
 from pdserve.planner.budget import startable, within_limits
 from pdserve.planner.checks import faults
-from pdserve.planner.correction import NO_CORRECTIONS, Corrections, Pool, PoolCorrection, corrected
+from pdserve.planner.correction import NO_CORRECTIONS, Corrections, PoolCorrection, PoolSeen, corrected
 from pdserve.planner.demand import NO_TRAFFIC, Traffic, output_demand, prompt_demand
 from pdserve.planner.hysteresis import PoolMemory, begun, decided, free, given, held
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
@@ -210,18 +210,18 @@ def _ordered(memories: tuple[PoolMemory, PoolMemory], policies: Policies, now_s:
 
 def _pools_of(
     observed: Observations, needs: tuple[Need, Need], state: PlannerState, settings: PlannerSettings
-) -> tuple[Pool, Pool]:
+) -> tuple[PoolSeen, PoolSeen]:
     """Return both pools for their corrections. A corrected need may not grow before a first plan, nor while workers are on the
     way to the pool, are missing, or would exceed a limit. Nor may that of decode workers that never ran as many sequences as
     they may: more workers would run even fewer, and then seem to do less."""
     sizes, memories = state.sizes, state.memories
 
-    def pool(pool: PoolObserved, need: Need, size: int, memory: PoolMemory | None) -> Pool:
+    def pool(pool: PoolObserved, need: Need, size: int, memory: PoolMemory | None) -> PoolSeen:
         is_growing = pool.coming > 0 or pool.ready < size
         is_idle = need.room is not None and need.room.bound == TRUST_BOUND
         may_grow = memory is not None and not (is_growing or is_idle) and size >= memory.wanted
         most = pool.ready * (1 + settings.tolerance) if may_grow else 0.0
-        return Pool(pool.ready, need.workers or 0.0, most, is_growing)
+        return PoolSeen(pool.ready, need.workers or 0.0, most, is_growing)
 
     return (
         pool(observed.prefill, needs[0], sizes.prefill if sizes else 0, memories[0] if memories else None),

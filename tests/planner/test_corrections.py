@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.worker import Role
-from pdserve.planner.correction import NO_CORRECTIONS, Corrections, Pool, corrected
+from pdserve.planner.correction import NO_CORRECTIONS, Corrections, PoolSeen, corrected
 from pdserve.planner.hysteresis import begun, workers_for
 from pdserve.planner.limits import Limits, PoolLimits, Targets
 from pdserve.planner.observations import DemandObserved, Missed, Observations, PoolObserved
@@ -22,7 +22,7 @@ from pdserve.planner.settings import PlannerSettings
 SETTINGS = PlannerSettings()
 AIMS = Targets(1.0, 0.05, attainment=0.97)
 MAY = 1.0 - AIMS.attainment
-NOBODY = Pool(1, 0.0, 0.0, False)
+NOBODY = PoolSeen(1, 0.0, 0.0, False)
 INTERVAL_S = 5.0
 START_S = 60.0
 
@@ -55,7 +55,9 @@ class World:
             share = self.misses(self.ready)
             seen = seen_at(self.now_s, self.ended, **(blame or {"steps": self.ended * share}))
             is_growing = bool(self.coming)
-            pool = Pool(self.ready, self.need, 0.0 if is_growing or self.ready >= self.most else 1.1 * self.ready, is_growing)
+            pool = PoolSeen(
+                self.ready, self.need, 0.0 if is_growing or self.ready >= self.most else 1.1 * self.ready, is_growing
+            )
             self.state = corrected(self.state, seen, AIMS, (NOBODY, pool), 5.0, SETTINGS)
             wanted = min(self.most, workers_for(self.state.decode.of(self.need)))
             self.coming += [self.now_s + START_S] * max(0, wanted - self.ready - len(self.coming))
@@ -113,7 +115,7 @@ def test_where_no_size_attains_the_pool_grows_to_a_multiple_of_its_need_and_the_
 @pytest.mark.parametrize("cause", [*CAUSES])
 def test_each_cause_grows_the_pool_that_it_concerns_and_no_other(cause):
     state = NO_CORRECTIONS
-    pool = Pool(2, 2.0, 100.0, False)
+    pool = PoolSeen(2, 2.0, 100.0, False)
     for number in range(60):
         seen = seen_at(INTERVAL_S * (number + 1), 10.0, **{cause: 5.0})
         state = corrected(state, seen, AIMS, (pool, pool), 5.0, SETTINGS)
@@ -125,7 +127,7 @@ def test_each_cause_grows_the_pool_that_it_concerns_and_no_other(cause):
 
 def test_refused_requests_are_misses_of_the_pool_for_which_others_wait():
     for queued, busy, on_decode in ((0.0, 0.9, False), (5.0, 0.1, True), (5.0, 0.9, False)):
-        state, pool = NO_CORRECTIONS, Pool(2, 2.0, 100.0, False)
+        state, pool = NO_CORRECTIONS, PoolSeen(2, 2.0, 100.0, False)
         seen = replace(
             seen_at(1.0, 5.0), demand=DemandObserved(queued_requests=queued), refused=5.0,
             prefill=PoolObserved(2, utilisation=busy),
@@ -147,7 +149,7 @@ def test_a_pool_at_its_limit_does_not_wind_up_and_the_plan_says_that_no_size_att
 
 def test_misses_while_workers_start_teach_to_keep_room_and_not_that_the_formulas_are_wrong():
     state, aims = NO_CORRECTIONS, AIMS
-    growing, calm = Pool(2, 4.0, 0.0, True), Pool(4, 4.0, 4.4, False)
+    growing, calm = PoolSeen(2, 4.0, 0.0, True), PoolSeen(4, 4.0, 4.4, False)
     for number in range(200):
         seen = seen_at(INTERVAL_S * (number + 1), 20.0, steps=10.0 if number < 12 else 0.0)
         state = corrected(state, seen, aims, (NOBODY, growing if number < 12 else calm), 5.0, SETTINGS)
@@ -200,7 +202,7 @@ def test_corrections_stay_finite_and_bounded_for_any_counts(rows, attainment):
     state = NO_CORRECTIONS
     for number, (ended, refused, *missed, is_growing, ready, need) in enumerate(rows):
         seen = replace(seen_at(INTERVAL_S * (number + 1), ended), missed=Missed(*missed), refused=refused)
-        pool = Pool(ready, need, 0.0 if is_growing else float(ready), is_growing)
+        pool = PoolSeen(ready, need, 0.0 if is_growing else float(ready), is_growing)
         state = corrected(state, seen, replace(AIMS, attainment=attainment), (pool, pool), 5.0, SETTINGS)
         for one in state.pools:
             assert all(math.isfinite(value) for value in astuple(one) if isinstance(value, float))
@@ -226,7 +228,7 @@ def test_a_young_planner_makes_no_pool_smaller():
 
 def test_a_class_without_requests_for_days_stops_nothing():
     """The means of nearly nothing become numbers that a product rounds to 0."""
-    state, pool = NO_CORRECTIONS, Pool(2, 2.0, 2.2, False)
+    state, pool = NO_CORRECTIONS, PoolSeen(2, 2.0, 2.2, False)
     state = corrected(state, seen_at(60.0, 20.0, steps=1.0), AIMS, (pool, pool), 5.0, SETTINGS)
     for number in range(2, 6_000):
         seen = replace(seen_at(60.0 * number, 0.0), interval_s=60.0)
@@ -246,7 +248,7 @@ def test_a_margin_that_a_small_need_has_taught_is_bounded_when_the_need_rises():
 
 def test_a_burst_a_day_that_overdraws_the_budget_keeps_room_on_every_day():
     state, settings_ = NO_CORRECTIONS, replace(SETTINGS, budget_s=8_640.0)
-    growing, calm = Pool(2, 4.0, 0.0, True), Pool(4, 4.0, 4.4, False)
+    growing, calm = PoolSeen(2, 4.0, 0.0, True), PoolSeen(4, 4.0, 4.4, False)
     for number in range(25 * 1_728):
         burst = number % 1_728 < 200
         seen = seen_at(INTERVAL_S * (number + 1), 20.0, steps=20.0 if burst else 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve.planner import planner
-from pdserve.planner.correction import Pool
+from pdserve.planner.correction import PoolSeen
 from pdserve.planner.demand import PhaseDemand, Traffic
 from pdserve.planner.hysteresis import PoolMemory, workers_for
 from pdserve.planner.limits import Limits, PoolLimits
@@ -135,10 +135,10 @@ def without_unknowns(observed: Observations) -> tuple[str, ...]:
     return ()
 
 
-def always(observed: Observations, needs: tuple[Need, Need], *_: Any) -> tuple[Pool, Pool]:
+def always(observed: Observations, needs: tuple[Need, Need], *_: Any) -> tuple[PoolSeen, PoolSeen]:
     """Let misses count while workers are on the way."""
     seen = ((observed.prefill, needs[0]), (observed.decode, needs[1]))
-    prefill, decode = (Pool(pool.ready, need.workers or 0.0, math.inf, False) for pool, need in seen)
+    prefill, decode = (PoolSeen(pool.ready, need.workers or 0.0, math.inf, False) for pool, need in seen)
     return prefill, decode
 
 
