@@ -16,13 +16,15 @@ def set_title(name: str) -> None:
 
     A title has the room that the arguments had. The library would also take the room of the environment, and
     /proc/PID/environ would be empty; it does not here.
+
+    The library finds the arguments by walking back from the first variable of the environment, and finds nothing when that
+    variable was set again. So a variable that stands already is left alone: Ray passes it on, in any place of the order.
     """
-    before = os.environ.get(KEEP_ENVIRONMENT)
+    if os.environ.get(KEEP_ENVIRONMENT):
+        setproctitle.setproctitle(PREFIX + name)
+        return
     os.environ[KEEP_ENVIRONMENT] = "1"
     try:
         setproctitle.setproctitle(PREFIX + name)
     finally:
-        if before is None:
-            del os.environ[KEEP_ENVIRONMENT]  # our children decide for themselves
-        else:
-            os.environ[KEEP_ENVIRONMENT] = before
+        del os.environ[KEEP_ENVIRONMENT]  # our children decide for themselves

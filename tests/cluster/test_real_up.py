@@ -44,7 +44,7 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
         after = wait_for(lambda: again(admin, before))
         assert after.hello.pid != before.hello.pid
         titles = {f"pdserve: {name}" for name in ("prefill-0", "decode-0")}
-        wait_for(lambda: {title(each.hello.pid) for each in admin.cluster_state().workers} == titles)
+        assert {title(each.hello.pid) for each in admin.cluster_state().workers} == titles
         second = generate(client)
         assert second.report.kv_bytes == first.report.kv_bytes
     assert_log_lines(command)
