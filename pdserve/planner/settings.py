@@ -52,7 +52,7 @@ class PlannerSettings:
     """The time after a change of a pool in which the planner changes it no more. The default is Ray Serve's upscale delay."""
     max_correction: float = 4.0
     """A pool that misses its targets gets at most so many times the workers that were computed, or so many if one was."""
-    min_correction: float = 0.85
+    min_correction: float = 0.75
     """A pool whose requests meet their targets more often than asked gets at least so many times the workers that were
     computed."""
     correction_growth_s: float = 120.0
