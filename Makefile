@@ -45,7 +45,7 @@ test-all: test   ## run the tests, and then the slow ones: the swarm, every stat
 	@$(BIN)/python -m pytest -m "slow and (cluster or ray)"
 
 sim-swarm: setup ## run N seeds of the fault simulation, from SEED on, and its matrix of directed faults
-	@$(BIN)/python -m faultsim --count $(N) --first $(SEED) --matrix
+	@$(BIN)/python -m sim.faults --count $(N) --first $(SEED) --matrix
 
 check: setup     ## check format, lint, types, import contracts, stubs and generated pages
 	$(BIN)/ruff format --check .

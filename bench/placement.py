@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from clustersim.cluster import ClusterSpec, calm_router, simulate
-from clustersim.costs import PRESETS
-from clustersim.report import SimReport
-from clustersim.traces import TraceRequest, faster, oracle_tokens, read_trace
-from clustersim.workers import WorkerShape
 from pdserve.core.errors import ConfigError
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from router.service.policies import BUILTINS, rankings_of
+from sim.perf.cluster import ClusterSpec, calm_router, simulate
+from sim.perf.costs import PRESETS
+from sim.perf.report import SimReport
+from sim.perf.traces import TraceRequest, faster, oracle_tokens, read_trace
+from sim.perf.workers import WorkerShape
 
 TOLD_EVERY: Final = 50
 

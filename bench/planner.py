@@ -3,9 +3,9 @@
 `python -m bench.planner --trace FILE [--plot FILE.png] [--json FILE]`
 
 FILE is Azure's trace of an hour (CSV) or Mooncake's (JSONL). It is repeated around the clock and thinned by the curve of
-`clustersim.days`. The planner runs first. All static splits follow that could be cheaper than the first one found to attain the
+`sim.perf.days`. The planner runs first. All static splits follow that could be cheaper than the first one found to attain the
 same: what was asked for, or what the planner attained where that is less. Then come those that could be the cheapest to attain
-what was asked for (`clustersim.statics` says which are left out, and why nothing is lost). All use the production core and
+what was asked for (`sim.perf.statics` says which are left out, and why nothing is lost). All use the production core and
 schedulers, and modelled steps (docs/design/0033 and 0035). A shortened day leaves the times of workers and of the planner as
 they are. `bench.planner_loads` judges the planner on generated loads.
 """
@@ -29,19 +29,19 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from bench.planner_plot import plot
-from clustersim.cluster import ClusterSpec, calm_router, run_cluster
-from clustersim.controllers import PlannerController
-from clustersim.costs import PRESETS
-from clustersim.days import Day, requests_of
-from clustersim.elastic import ElasticCluster, Elasticity
-from clustersim.judge import compared
-from clustersim.report import PoolsAt
-from clustersim.statics import Split, best_of, run_split, search
-from clustersim.traces import TraceRequest, read_trace
-from clustersim.workers import WorkerShape
 from pdserve.core.errors import ConfigError
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, Targets
+from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
+from sim.perf.controllers import PlannerController
+from sim.perf.costs import PRESETS
+from sim.perf.days import Day, requests_of
+from sim.perf.elastic import ElasticCluster, Elasticity
+from sim.perf.judge import compared
+from sim.perf.report import PoolsAt
+from sim.perf.statics import Split, best_of, run_split, search
+from sim.perf.traces import TraceRequest, read_trace
+from sim.perf.workers import WorkerShape
 
 TOLD_EVERY: Final = 200
 

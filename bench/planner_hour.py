@@ -3,7 +3,7 @@
 `python -m bench.planner_hour [--minutes 60] [--plot FILE.png] [--json FILE]`
 
 The real side is `pdserve up --autoscaling` with Ray, engines, KV transfers and the actuator. Its workers are slow machines
-(`bench.slow_worker`), so that two cores have room for eight. Requests arrive over gRPC by the curve of `clustersim.days`, and
+(`bench.slow_worker`), so that two cores have room for eight. Requests arrive over gRPC by the curve of `sim.perf.days`, and
 half of the prompts begin like earlier ones. The simulated side (docs/design/0035) has the same requests, settings and sizes.
 What it has to know of the workers is measured on the real ones: the times of steps and of starts.
 """
@@ -29,19 +29,19 @@ from rich.table import Table
 from bench.planner_plot import plot_beside
 from bench.slow_cluster import Look, RealDay, run_day
 from bench.slow_worker import Step, write_costs
-from clustersim.cluster import ClusterSpec, calm_router, run_cluster
-from clustersim.controllers import PlannerController
-from clustersim.costs import CostModel
-from clustersim.days import Day, share
-from clustersim.elastic import ElasticCluster, Elasticity
-from clustersim.report import quantile
-from clustersim.traces import TraceRequest
-from clustersim.workers import WorkerShape
 from pdserve.bench.workload.request import BenchRequest
 from pdserve.cluster.scaling.limits import limits_of, planner_settings, targets_of
 from pdserve.config import ClusterConfig, load
 from pdserve.core.block_hash import block_hashes, chain_salt
 from pdserve.core.prefix_keys import key_of
+from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
+from sim.perf.controllers import PlannerController
+from sim.perf.costs import CostModel
+from sim.perf.days import Day, share
+from sim.perf.elastic import ElasticCluster, Elasticity
+from sim.perf.report import quantile
+from sim.perf.traces import TraceRequest
+from sim.perf.workers import WorkerShape
 
 COSTS: Final = CostModel(
     name="tiny",
@@ -62,7 +62,7 @@ HOP_S: Final = 0.003
 """A message on loopback with the event loops at both ends. First tokens take five, and came 16 ms after the prompt's steps."""
 SLO_CLASS: Final = "day"
 TTFT_S: Final = 2.0
-"""Eight mean prompts, as for the generated loads of `clustersim.loads`."""
+"""Eight mean prompts, as for the generated loads of `sim.perf.loads`."""
 TPOT_S: Final = 0.07
 """The step of 14 sequences; with the planner's room, of 11. The 1.4 steps of one sequence of those loads are near the least
 that the planner takes to be within reach, where small errors of what it learns change sizes most."""

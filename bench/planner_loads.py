@@ -2,8 +2,8 @@
 
 `python -m bench.planner_loads [--group GROUP ...] [--only LOAD ...] [--json FILE]`
 
-`clustersim.loads` has the groups `tune`, `check` and `held-out`, and says what is drawn. `clustersim.judge` says what counts as
-a loss, and `clustersim.oracle` what the schedules are. All runs use the production core and schedulers, and modelled steps
+`sim.perf.loads` has the groups `tune`, `check` and `held-out`, and says what is drawn. `sim.perf.judge` says what counts as
+a loss, and `sim.perf.oracle` what the schedules are. All runs use the production core and schedulers, and modelled steps
 (docs/design/0033 and 0035). A load takes minutes of one core; `--json` keeps each one as soon as it is judged.
 `--reference` keeps the splits and schedules, which have nothing to do with the planner, and takes those that it has. The
 planner alone takes a minute.
@@ -22,12 +22,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from clustersim.days import Day
-from clustersim.judge import Judged, Reference, judge, reference_of
-from clustersim.loads import GROUPS, Load, loads_of
-from clustersim.oracle import Oracle
-from clustersim.statics import Split
 from pdserve.core.errors import ConfigError
+from sim.perf.days import Day
+from sim.perf.judge import Judged, Reference, judge, reference_of
+from sim.perf.loads import GROUPS, Load, loads_of
+from sim.perf.oracle import Oracle
+from sim.perf.statics import Split
 
 
 def table_of(judged: Sequence[Judged], day: Day) -> Table:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clustersim.days import Day
-from clustersim.report import PoolsAt
-from clustersim.statics import Split
 from pdserve.bench.report.themed_figure import LineColours, draw_both
+from sim.perf.days import Day
+from sim.perf.report import PoolsAt
+from sim.perf.statics import Split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from clustersim.costs import CostModel, StepWork, work_of
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import WorkerConfig
 from pdserve.core.step_plan import StepPlan
+from sim.perf.costs import CostModel, StepWork, work_of
 
 if TYPE_CHECKING:  # only a worker's process loads torch
     from pdserve.engine.runner import ModelRunner, Pending

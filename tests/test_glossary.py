@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "faultsim", "clustersim", "testkit", "bench")
+PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "sim", "testkit", "bench")
 ALLOWED = {
     "ReplicaLost": "the error's name on the wire, known to clients",
     "REPLICA_LOST": "the same",

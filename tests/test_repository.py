@@ -161,9 +161,7 @@ def test_the_changelog_has_this_version():
 def test_every_command_that_is_named_anywhere_is_a_module_of_ours():
     """Files move, and what names them in text does not move along."""
     command = re.compile(
-        r"python3? -m ((?:"
-        + "|".join((*PACKAGES, "faultsim", "clustersim", "testkit", "bench", "tools", "deploy"))
-        + r")[a-z0-9_.]*)"
+        r"python3? -m ((?:" + "|".join((*PACKAGES, "sim", "testkit", "bench", "tools", "deploy")) + r")[a-z0-9_.]*)"
     )
     named = {module.rstrip(".") for name in tracked() for module in command.findall((ROOT / name).read_text(errors="replace"))}
     assert len(named) > 20

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    "pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "faultsim", "clustersim", "testkit", "bench", "tools",
+    "pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer", "sim", "testkit", "bench", "tools",
     "deploy",
 )  # fmt: skip
 _NO_BEGINNING = """

@@ -17,9 +17,9 @@ from bench import planner_hour as hour
 from bench.deaths.cluster import MARK
 from bench.slow_cluster import Look, Watched
 from bench.slow_worker import Step, read_steps
-from clustersim.costs import StepWork
 from pdserve.planner.observations import Observations, PoolObserved
 from pdserve.rpc.v1 import common_pb2, inference_pb2, scaling_pb2
+from sim.perf.costs import StepWork
 
 LENGTH_S = 120.0
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import planner, planner_loads
-from clustersim.days import Day
-from clustersim.judge import Below, Judged
-from clustersim.loads import loads_of
-from clustersim.oracle import Oracle
-from clustersim.statics import Split
+from sim.perf.days import Day
+from sim.perf.judge import Below, Judged
+from sim.perf.loads import loads_of
+from sim.perf.oracle import Oracle
+from sim.perf.statics import Split
 
 SAME, ASKED = Split(5, 3, 0.78, True, 7000.0), Split(7, 4, 0.971, True, 9000.0)
 

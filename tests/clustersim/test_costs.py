@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clustersim.clock import Clock
-from clustersim.cluster import Cluster, ClusterSpec, calm_router, run_cluster, simulate
-from clustersim.costs import LLAMA2_70B_A100, LLAMA2_70B_H100, OPT_13B_A100, CostModel, StepWork
-from clustersim.engine import SimEngine
-from clustersim.traces import TraceRequest
-from clustersim.workers import WorkerShape
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.worker.messages import Abort, Reserve
+from sim.perf.clock import Clock
+from sim.perf.cluster import Cluster, ClusterSpec, calm_router, run_cluster, simulate
+from sim.perf.costs import LLAMA2_70B_A100, LLAMA2_70B_H100, OPT_13B_A100, CostModel, StepWork
+from sim.perf.engine import SimEngine
+from sim.perf.traces import TraceRequest
+from sim.perf.workers import WorkerShape
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # Binary fractions: sums of them are exact.

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustersim.cluster import ClusterSpec, calm_router, run_cluster
-from clustersim.costs import LLAMA2_70B_A100
-from clustersim.elastic import ElasticCluster, Elasticity
-from clustersim.members import MOVES, Happening, Phase
-from clustersim.report import SimReport
-from clustersim.traces import TraceRequest
-from clustersim.workers import WorkerShape
 from pdserve.core.worker import Role
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes
 from pdserve.planner.observations import Observations
+from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
+from sim.perf.costs import LLAMA2_70B_A100
+from sim.perf.elastic import ElasticCluster, Elasticity
+from sim.perf.members import MOVES, Happening, Phase
+from sim.perf.report import SimReport
+from sim.perf.traces import TraceRequest
+from sim.perf.workers import WorkerShape
 
 LIMITS = Limits(PoolLimits(1, 4), PoolLimits(1, 4), can_flip=True)
 SHAPE = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 64, max_model_len=16384, max_num_seqs=16)

@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.planner_loads import judged_with, read_references, reference_record
-from clustersim.controllers import ScheduleController
-from clustersim.days import Day
-from clustersim.judge import WINDOW_REQUESTS, Below, Judged, below, compared, judge
-from clustersim.loads import GROUPS, LOADS_OF_A_GROUP, Load, Rate, loads_of
-from clustersim.oracle import Oracle, find
-from clustersim.report import ElasticReport, PoolsAt, Served, SimReport
-from clustersim.statics import Split
-from clustersim.traces import oracle_tokens
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes
 from pdserve.planner.observations import Observations
 from router.api.answer import Report
+from sim.perf.controllers import ScheduleController
+from sim.perf.days import Day
+from sim.perf.judge import WINDOW_REQUESTS, Below, Judged, below, compared, judge
+from sim.perf.loads import GROUPS, LOADS_OF_A_GROUP, Load, Rate, loads_of
+from sim.perf.oracle import Oracle, find
+from sim.perf.report import ElasticReport, PoolsAt, Served, SimReport
+from sim.perf.statics import Split
+from sim.perf.traces import oracle_tokens
 
 SHORT = Day(hours=2.0, begins_h=10.0, minutes_per_hour=10.0)
 LOADS = [one for group in GROUPS for one in loads_of(group)]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from clustersim.cluster import ClusterSpec, calm_router, run_cluster
-from clustersim.controllers import PlannerController
-from clustersim.costs import LLAMA2_70B_A100
-from clustersim.days import Day, requests_of, share
-from clustersim.elastic import ElasticCluster, Elasticity
-from clustersim.statics import Split, best_of, run_split, search, splits_of
-from clustersim.traces import TraceRequest, read_azure
-from clustersim.workers import WorkerShape
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, Targets
 from pdserve.planner.settings import PlannerSettings
+from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
+from sim.perf.controllers import PlannerController
+from sim.perf.costs import LLAMA2_70B_A100
+from sim.perf.days import Day, requests_of, share
+from sim.perf.elastic import ElasticCluster, Elasticity
+from sim.perf.statics import Split, best_of, run_split, search, splits_of
+from sim.perf.traces import TraceRequest, read_azure
+from sim.perf.workers import WorkerShape
 
 TRACE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "azure2023" / "AzureLLMInferenceTrace_conv.csv"
 TTFT_S, TPOT_S, ENOUGH = 8.0, 0.4, 0.98

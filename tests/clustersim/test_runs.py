@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustersim.cluster import ClusterSpec, calm_router, simulate
-from clustersim.costs import LLAMA2_70B_A100, OPT_13B_A100
-from clustersim.report import SimReport
-from clustersim.traces import TraceRequest, faster, oracle_tokens, read_azure, read_mooncake
-from clustersim.workers import WorkerShape
 from router.core.waiting import LEVEL_S
 from router.service.policies import BUILTINS
+from sim.perf.cluster import ClusterSpec, calm_router, simulate
+from sim.perf.costs import LLAMA2_70B_A100, OPT_13B_A100
+from sim.perf.report import SimReport
+from sim.perf.traces import TraceRequest, faster, oracle_tokens, read_azure, read_mooncake
+from sim.perf.workers import WorkerShape
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SHAPE = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 128, max_model_len=32768, max_num_seqs=32)

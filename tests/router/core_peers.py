@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from faultsim.recorded import MemoryNotes
 from pdserve.config import RouterConfig
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
@@ -21,6 +20,7 @@ from router.api.answer import Report
 from router.core import events as ev
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of
+from sim.faults.recorded import MemoryNotes
 
 FINGERPRINT = "model"
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-import faultsim.router
-from faultsim.run import run_seed
+import sim.faults.router
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.core.events import LinkId
@@ -28,6 +27,7 @@ from router.core.policy.picker import pick
 from router.core.policy.ranking import ranking_of
 from router.core.policy.shortlist import EVERYONE, Shortlist, shortlisted
 from router.service.policies import BUILTINS, MAX_LOGGED, GuardedPolicy, rankings_of
+from sim.faults.run import run_seed
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 REQUEST = RequestView(10, 20)
@@ -199,7 +199,7 @@ def test_no_policy_breaks_a_promise_under_faults(seed: int, monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "spiteful_policies", types.SimpleNamespace(score=score))
     own = {"prefill_policy": "spiteful_policies:score", "decode_policy": "spiteful_policies:score"}
-    monkeypatch.setattr(faultsim.router, "CONFIG", dataclasses.replace(faultsim.router.CONFIG, **own))
+    monkeypatch.setattr(sim.faults.router, "CONFIG", dataclasses.replace(sim.faults.router.CONFIG, **own))
     report = run_seed(seed)
     assert {length % 3 for length in asked} == {0, 1, 2}, "it returned nonsense, failed and chose"
     assert not report.problems

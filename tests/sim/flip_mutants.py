@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from faultsim.worker import SimWorker
 from pdserve.core.block_pools import BlockPools
 from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.link import Link
 from pdserve.worker.member import Member
+from sim.faults.worker import SimWorker
 
 
 def a_flip_forgets_its_own_reads(patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def a_flip_leaves_its_leases(patch: pytest.MonkeyPatch) -> None:
     """Rules F3 and D3: the lease table goes with the role, and its leases keep their blocks."""
     patch.setattr(Member, "empty", property(lambda self: self.role.leases_held > 0 or self._engine.empty))
     patch.setattr(EngineSteps, "_set_lending", lambda self, lends: None)
-    patch.setattr("faultsim.worker.close_role", closed_without_release)
+    patch.setattr("sim.faults.worker.close_role", closed_without_release)
 
 
 async def closed_without_release(role: Any, transfer: Any) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from faultsim.run import RunReport, run_with_adoptions, run_with_broken_links
 from pdserve.rpc.bundle import Outbound
 from pdserve.rpc.kept import Kept
 from pdserve.rpc.numbering import Incoming
 from pdserve.worker.link import Link as WorkersEnd
 from pdserve.worker.member import Member
 from router.workers.link import Link as RoutersEnd
+from sim.faults.run import RunReport, run_with_adoptions, run_with_broken_links
 from tests.sim.mutants import Mutant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

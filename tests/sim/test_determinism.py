@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from faultsim.run import run_seed
+from sim.faults.run import run_seed
 
 SEEDS = (3, 17)
 
@@ -26,7 +26,7 @@ def test_seeds_differ() -> None:
 
 def test_a_seed_gives_the_same_run_in_other_processes() -> None:
     """What iterates a set of strings or objects would differ between these two."""
-    script = f"from faultsim.run import run_seed; print([run_seed(seed).digest for seed in {SEEDS!r}])"
+    script = f"from sim.faults.run import run_seed; print([run_seed(seed).digest for seed in {SEEDS!r}])"
     answers = [
         subprocess.run(
             [sys.executable, "-c", script],

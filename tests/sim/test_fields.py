@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from faultsim.checkers import check_outcome
-from faultsim.client import CONSTRAINTS, Ask, Outcome
-from faultsim.oracle import Place, answer
-from faultsim.run import calm_plan, draw_asks, run_seed, run_with_preemptions, simulate, with_prefix_caching
-from faultsim.tap import Census
-from faultsim.world import Shape
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import Placement
 from pdserve.engine.schedule.scheduler import Scheduler
 from router.api.answer import Delta
+from sim.faults.checkers import check_outcome
+from sim.faults.client import CONSTRAINTS, Ask, Outcome
+from sim.faults.oracle import Place, answer
+from sim.faults.run import calm_plan, draw_asks, run_seed, run_with_preemptions, simulate, with_prefix_caching
+from sim.faults.tap import Census
+from sim.faults.world import Shape
 from tests.sim.field_mutants import GRAMMAR_MUTANTS, PREEMPTION_MUTANTS, SCORE_MUTANTS
 from tests.sim.mutants import Mutant
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from faultsim.client import Ask
-from faultsim.faults import Fault, FaultKind
-from faultsim.run import RunReport, calm_plan, draw_asks, simulate
-from faultsim.tap import Census
-from faultsim.world import Shape, World
+from sim.faults.client import Ask
+from sim.faults.faults import Fault, FaultKind
+from sim.faults.run import RunReport, calm_plan, draw_asks, simulate
+from sim.faults.tap import Census
+from sim.faults.world import Shape, World
 
 
 def run(seed: int, faults: tuple[Fault, ...], asks: list[Ask]) -> tuple[RunReport, World]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from faultsim.run import RunReport, run_with_lost_workers, run_with_sick_workers
 from router.core.moves.suspects import Suspects
 from router.core.recovery import Cost, Recovery
 from router.core.retry import RetryBucket
+from sim.faults.run import RunReport, run_with_lost_workers, run_with_sick_workers
 from tests.sim.mutants import Mutant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

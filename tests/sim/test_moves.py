@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from faultsim.run import RunReport, run_with_moves
 from router.core.events import SendCancel
 from router.core.moves.migration import Migration
 from router.core.requests import Requests
 from router.core.router_core import RouterCore
+from sim.faults.run import RunReport, run_with_moves
 from tests.sim.mutants import Mutant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from faultsim.run import run_seed, run_with_role_flips, run_with_slow_reads
+from sim.faults.run import run_seed, run_with_role_flips, run_with_slow_reads
 from tests.sim.flip_mutants import FLIP_MUTANTS
 from tests.sim.group_mutants import GROUP_MUTANTS
 from tests.sim.mutants import MUTANTS, Mutant

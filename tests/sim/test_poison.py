@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from faultsim.run import RunReport, run_with_poison
-from faultsim.watch import MAX_ENDED
 from router.core.live_request import LiveRequest
 from router.core.moves.suspects import Suspects
+from sim.faults.run import RunReport, run_with_poison
+from sim.faults.watch import MAX_ENDED
 from tests.sim.mutants import Mutant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

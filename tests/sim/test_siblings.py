@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from decode_worker.role import BoundRequest, DecodeRole
-from faultsim.checkers import leftovers
-from faultsim.client import Ask, with_siblings
-from faultsim.engine import BLOCK_SIZE
-from faultsim.oracle import VOCAB_SIZE
-from faultsim.run import RunReport, calm_plan, run_seed, simulate, with_prefix_caching
-from faultsim.tap import Census
-from faultsim.world import Shape
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.worker.messages import ReserveResult
 from router.core.live_request import LiveRequest
 from router.core.requests import Requests
 from router.core.waiting import WaitingRequests
 from router.service.admission import Admission
+from sim.faults.checkers import leftovers
+from sim.faults.client import Ask, with_siblings
+from sim.faults.engine import BLOCK_SIZE
+from sim.faults.oracle import VOCAB_SIZE
+from sim.faults.run import RunReport, calm_plan, run_seed, simulate, with_prefix_caching
+from sim.faults.tap import Census
+from sim.faults.world import Shape
 
 PROMPT_LEN = 50
 N = 4

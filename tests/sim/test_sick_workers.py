@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from clustersim.cluster import Cluster, ClusterSpec, calm_router, run_cluster
-from clustersim.costs import LLAMA2_70B_A100
-from clustersim.traces import TraceRequest
-from clustersim.workers import WorkerShape
-from faultsim.run import RunReport, run_with_sick_workers
 from pdserve.core.worker import Role
 from router.core.health import outliers
 from router.core.health.account import Account
 from router.core.health.health import Cause, Health
+from sim.faults.run import RunReport, run_with_sick_workers
+from sim.perf.cluster import Cluster, ClusterSpec, calm_router, run_cluster
+from sim.perf.costs import LLAMA2_70B_A100
+from sim.perf.traces import TraceRequest
+from sim.perf.workers import WorkerShape
 from tests.sim.mutants import Mutant
 
 SEEDS = range(1, 4)

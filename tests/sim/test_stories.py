@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from faultsim.checkers import check_outcome
-from faultsim.client import Ask, Outcome
-from faultsim.faults import WORKERS, WRONG_DELTAS, Fault, FaultKind, FaultPlan
-from faultsim.oracle import TOKENIZER, answer
-from faultsim.router import CONFIG
-from faultsim.run import calm_plan, draw_asks, simulate, with_prefix_caching
-from faultsim.tap import Census
-from faultsim.transfer import ReadFaults
-from faultsim.world import Shape
 from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.sampling import Placement, SamplingParams
-from pdserve.sim.network import Weather
 from pdserve.text.output import OutputText
 from router.api.answer import Delta
 from router.core.prefix_index import PrefixIndex
+from sim.faults.checkers import check_outcome
+from sim.faults.client import Ask, Outcome
+from sim.faults.faults import WORKERS, WRONG_DELTAS, Fault, FaultKind, FaultPlan
+from sim.faults.oracle import TOKENIZER, answer
+from sim.faults.router import CONFIG
+from sim.faults.run import calm_plan, draw_asks, simulate, with_prefix_caching
+from sim.faults.tap import Census
+from sim.faults.transfer import ReadFaults
+from sim.faults.world import Shape
+from sim.world.network import Weather
 
 
 def test_a_worker_whose_read_never_stops_is_replaced() -> None:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from faultsim.matrix import run_matrix
-from faultsim.swarm import run_swarm
+from sim.faults.matrix import run_matrix
+from sim.faults.swarm import run_swarm
 
 FEW = 25
 MANY = 2000

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from faultsim.faults import Fault, FaultKind
-from faultsim.run import RunReport, calm_plan, draw_asks, simulate
-from faultsim.tap import Census
-from faultsim.world import Shape, World
 from router.grpc import admin
 from router.grpc.scaling import ScalingMailbox
+from sim.faults.faults import Fault, FaultKind
+from sim.faults.run import RunReport, calm_plan, draw_asks, simulate
+from sim.faults.tap import Census
+from sim.faults.world import Shape, World
 
 SEEDS = range(1, 5)
 """The first and the third found a mutant each when this was written."""

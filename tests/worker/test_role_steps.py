@@ -10,8 +10,6 @@ from typing import Any, cast
 import pytest
 
 from decode_worker.role import DecodeRole
-from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
-from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
@@ -22,13 +20,15 @@ from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from pdserve.sim.server import FakeServer
 from pdserve.worker.host import Host, Role
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
 from router.core.events import LinkId, NoRoom
 from router.workers.wire import event_from_wire
+from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from sim.faults.worker import LAYOUT
+from sim.world.server import FakeServer
 
 FIRST, SECOND = 11, 12
 """Handles; the first is the one that breaks."""

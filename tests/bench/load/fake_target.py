@@ -12,7 +12,7 @@ from pdserve.bench.load.target import Answer, Call
 from pdserve.bench.load.watch import Progress, Watch, watch_nothing
 from pdserve.bench.row import Row
 from pdserve.bench.workload.request import BenchRequest
-from pdserve.sim.clock import SimLoop, Timeline
+from sim.world.clock import SimLoop, Timeline
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from clustersim.cluster import Cluster, ClusterSpec, run_cluster
-from clustersim.costs import OPT_13B_A100
-from clustersim.traces import TraceRequest
-from clustersim.workers import WorkerShape
 from pdserve.bench.layout import Layout, Slo
 from pdserve.bench.search.actions import Run
 from pdserve.bench.search.result import Figures, Point
 from pdserve.bench.search.settings import SearchSettings
 from pdserve.bench.search.trial import Decision, Trial
+from sim.perf.cluster import Cluster, ClusterSpec, run_cluster
+from sim.perf.costs import OPT_13B_A100
+from sim.perf.traces import TraceRequest
+from sim.perf.workers import WorkerShape
 from tests.bench.search.servers import NO_FIGURES
 
 PROMPT, OUTPUT = 768, 64

@@ -23,7 +23,7 @@ from pdserve.bench.search.settings import SearchSettings
 from pdserve.bench.workload.arrivals import Arrivals
 from pdserve.bench.workload.request import BenchRequest
 from pdserve.bench.workload.workload import load_workload
-from pdserve.sim.clock import SimLoop, Timeline
+from sim.world.clock import SimLoop, Timeline
 
 T = TypeVar("T")
 ONE = Layout(0, 2, 512, 1)

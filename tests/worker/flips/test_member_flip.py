@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from faultsim.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
-from faultsim.worker import LAYOUT
 from kvtransfer.api import Region
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockCounts
@@ -18,12 +16,14 @@ from pdserve.core.ids import Handle, Incarnation
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, VersionRange, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.sim.clock import SimLoop, Timeline
-from pdserve.sim.server import FakeServer
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.member import DRAIN_LOOK_S, Member
 from pdserve.worker.messages import Command, EngineSnapshot, SetBudget, StepEvents
+from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from sim.faults.worker import LAYOUT
+from sim.world.clock import SimLoop, Timeline
+from sim.world.server import FakeServer
 
 DECODE, PREFILL = common_pb2.ROLE_DECODE, common_pb2.ROLE_PREFILL
 LIMIT_S = 20.0

@@ -1,0 +1,194 @@
+"""The checks of a finished run. Each checker returns one sentence for each violation; an empty list means that all is well."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from decode_worker.role import DecodeRole
+from pdserve.core.errors import ErrorCode, InvalidRequest
+from pdserve.worker.host import KvDamage
+from prefill_worker.role import PrefillRole
+from sim.faults.client import Outcome
+from sim.faults.oracle import Answer, answer
+from sim.faults.worker import SimWorker
+from sim.faults.world import World
+
+SLACK_S: Final = 3.0
+"""A request may end this much after its deadline, because of ticks, a lost message, or the queue of a process that was
+stopped and goes on."""
+
+NEVER: Final = (
+    ErrorCode.INTERNAL_BUG,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.UNKNOWN_MODEL,
+    ErrorCode.REQUEST_TOO_LARGE,
+    ErrorCode.INCOMPATIBLE_PEER,
+    ErrorCode.UNKNOWN_WORKER,
+)
+"""Errors that no request may get, since no fault of this simulation causes them."""
+
+MAX_STANDING: Final = 24
+_STANDING: Final = (
+    "SimWorker.run",
+    "Member.drained",
+    "Member.broken",
+    "Member._engine_stuck",
+    "Member._transfer_unhealthy",
+    "Event.wait",
+    "Link.run",
+    "Link._read",
+    "Link._write",
+    "Link._beat",
+    "Link._end_on_overflow",
+    "PeerLink._watch_loop",
+    "_subscribe",
+    "Connection._serve",
+    "LeaseService._read_subscriptions",
+    "RouterService._tick_for_ever",
+)
+"""The tasks that live as long as their process or a connection. All other tasks must end with their request."""
+
+
+def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
+    """Check one request: its tokens are the oracle's, in order, none lost and none twice, as far as they came.
+
+    A request that ends without an error must have all tokens. `bound_s`: the time by which it must have ended. A request
+    that `had_time` may fail, but not by its deadline, because it would have hung. With `unequal` workers, the one that
+    takes the longest requests may be away, so a request that is too long for the others may be refused.
+    """
+    ask = outcome.ask
+    found = []
+    if outcome.ended_s is None:
+        return [f"{ask.name} never ended"]
+    if outcome.ended_s > bound_s:
+        found.append(f"{ask.name} ended at {outcome.ended_s:.2f} s, later than {bound_s:.2f} s")
+    expected = answer(ask.prompt, ask.params, ask.constraint)
+    found += [f"{ask.name}: {problem}" for problem in _compare(outcome, expected)]
+    error = outcome.error
+    too_long = unequal and isinstance(error, InvalidRequest) and "max_model_len" in error.message
+    costly = f"the mask of output token {len(expected.ids)} needs too much work"  # the client may lack tokens on their way
+    too_costly = isinstance(error, InvalidRequest) and expected.finish_reason is None and costly in error.message
+    if error is not None and error.code in NEVER and not too_long and not too_costly:
+        found.append(f"{ask.name}: failed with {error.code.value}: {error.message}")
+    if error is not None and error.code is ErrorCode.DEADLINE_EXCEEDED and had_time:
+        found.append(f"{ask.name}: hung until its deadline: {error.message}")
+    if error is not None and error.code is ErrorCode.CANCELLED and ask.leaves_after_s is None:
+        found.append(f"{ask.name}: cancelled, but its client had not left")
+    return found
+
+
+def _compare(outcome: Outcome, expected: Answer) -> list[str]:
+    return _compare_output(outcome, expected) or _compare_scores(outcome, expected)
+
+
+def _compare_scores(outcome: Outcome, expected: Answer) -> list[str]:
+    """Compare the scores of the prompt, which come once: with the first delta."""
+    first, *others = [delta.prompt_logprobs for delta in outcome.deltas] or [expected.scores]
+    if again := sum(map(len, others)):
+        return [f"{again} scores of the prompt came after the first delta"]
+    if len(first) != len(expected.scores):
+        return [f"{len(first)} scores of the prompt came instead of {len(expected.scores)}"]
+    wrong = [i for i, (ours, theirs) in enumerate(zip(expected.scores, first, strict=True), 1) if ours != theirs]
+    return [f"wrong score of prompt token {wrong[0]}: the KV of its past was not what it should be"] if wrong else []
+
+
+def _compare_output(outcome: Outcome, expected: Answer) -> list[str]:
+    ids: list[int] = []
+    text = ""
+    for delta in outcome.deltas:
+        if delta.index != len(ids):
+            return [f"token {delta.index} came after {len(ids)} tokens"]
+        if ids and outcome.deltas[0] is not delta and len(ids) >= len(expected.ids):
+            return ["more tokens than there are"]
+        ids += delta.ids
+        text += delta.text
+    if tuple(ids) != expected.ids[: len(ids)]:
+        first = next(i for i, token_id in enumerate(ids) if i >= len(expected.ids) or token_id != expected.ids[i])
+        return [f"wrong token {first}: the KV of its past was not what it should be"]
+    if not outcome.ok:
+        return [] if expected.text.startswith(text) else [f"wrong text {text!r} of {expected.text!r}"]
+    reasons = [delta.finish_reason for delta in outcome.deltas if delta.finish_reason is not None]
+    if tuple(ids) != expected.ids or text != expected.text or reasons != [expected.finish_reason]:
+        return [f"ended well with {len(ids)} of {len(expected.ids)} tokens, {reasons} for {expected.finish_reason}, {text!r}"]
+    return []
+
+
+def leftovers(world: World) -> list[str]:
+    """Return what the cluster still holds when no request is left. Empty: it holds nothing."""
+    core = world.router.core
+    found = []
+    if core.num_requests or len(core.ledger) or len(core.waiting):
+        found.append(f"router: {core.num_requests} requests, {len(core.ledger)} ledger entries, {len(core.waiting)} waiting")
+    for name, worker in world.workers.items():
+        found += [f"{name}: {problem}" for problem in _left_on(worker)]
+    return found
+
+
+def _left_on(worker: SimWorker) -> list[str]:
+    found = []
+    counts, scheduler, role = worker.engine.pool.counts(), worker.engine.scheduler, worker.role
+    if counts.free + counts.cached != counts.total or scheduler.num_live:
+        found.append(f"{counts}, {scheduler.num_live} sequences")
+    if worker.transfer.num_unstopped:
+        found.append(f"{worker.transfer.num_unstopped} reads")
+    if not worker.staging.idle:
+        found.append(f"{worker.staging.num_held} staging blocks")
+    if role is not None and not role.idle:
+        found.append("the role is not idle")
+    if isinstance(role, PrefillRole) and (role.leases_held or role._leases.num_watched):
+        found.append(f"{role.leases_held} leases, {role._leases.num_watched} watched")
+    if isinstance(role, DecodeRole) and role._leases.num_followed:
+        found.append(f"{role._leases.num_followed} leases followed")
+    return found
+
+
+def unlike_keys(world: World) -> list[str]:
+    """Return the workers of which the router does not know just the blocks that they share. Empty: it knows all.
+
+    A router whose index was full has forgotten some.
+    """
+    core, found = world.router.core, []
+    forgets = core.prefix_index.evicted > 0
+    for worker in core.registry:
+        held = world.workers[worker.hello.worker_id].engine.pool.published.held()
+        known = core.prefix_index.held(worker.link)
+        if not (known <= held if forgets else known == held):
+            found.append(f"router: {worker.name} shares {len(held)} blocks, and {len(known & held)} of {len(known)} known ones")
+    return found
+
+
+def unlike_roles(world: World) -> list[str]:
+    """Return the workers that the router takes for another role, or another life, than they have. Empty: it knows all."""
+    found = []
+    for worker in world.router.core.registry:
+        ours = world.workers[worker.hello.worker_id]
+        theirs = (worker.hello.role.value, worker.hello.incarnation, worker.hello.flips)
+        if theirs != (ours.process.role, ours.incarnation, ours.lives - 1):
+            found.append(f"router: {worker.name} is {theirs} there, and has role {ours.process.role} in life {ours.lives}")
+    return found
+
+
+def false_alarms(world: World) -> list[str]:
+    """Return the workers that report damaged KV without cause: memory never rots here, and reads flip bits only if the plan
+    says so."""
+    found = []
+    for name, worker in world.workers.items():
+        damage = worker.role.damage if worker.role is not None else KvDamage()
+        if damage.rotted_blocks or (damage.corrupt_blocks and not world.plan.reads.flipped):
+            found.append(f"{name}: a false alarm: {damage}")
+    return found
+
+
+def leftover_tasks(world: World) -> list[str]:
+    """Return the tasks that still run although their request or connection has ended."""
+    found = []
+    for process in world.processes.values():
+        counts: dict[str, int] = {}
+        for task in asyncio.all_tasks(process.loop):
+            name = getattr(task.get_coro(), "__qualname__", "?")
+            counts[name] = counts.get(name, 0) + 1
+        for name, count in sorted(counts.items()):
+            if name not in _STANDING or count > MAX_STANDING:
+                found.append(f"{process.name}: {count} x task {name}")
+    return found

@@ -1,0 +1,270 @@
+"""The simulated engine: production scheduler and block pool, a model whose KV is tags, and steps that take virtual time.
+
+Commands queue during a step, as in the real engine thread. The KV of a step is written when the step ends. So a read that
+comes too early, or from a block that a step still writes, gets wrong tags.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdserve.core.block_pools import BlockPools
+from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
+from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.worker import WorkerLoad
+from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
+from sim.faults.oracle import CARD, EOS, VOCAB_SIZE, chain, draw, score
+from sim.world.process import Process
+
+BLOCK_SIZE: Final = 4
+STEP_S: Final = 0.004  # a step takes this time, and
+TOKEN_S: Final = 0.0005  # this for each of its tokens, so that chunks of a prompt take longer than decodes, as in a real engine
+_MASK: Final = (1 << 64) - 1
+HAND_OVER_S: Final = 0.002  # a message from one thread to another takes at most this time, since threads share the GIL
+
+
+class Poison:
+    """The requests of clients that end their workers: a worker dies in the step that draws the token `at` of one or a later
+    one. They are told apart by their seeds."""
+
+    def __init__(self) -> None:
+        self._from: dict[int, tuple[str, int]] = {}
+        self.ended_by: dict[Incarnation, str] = {}
+        """The names of the requests that have ended workers."""
+
+    def add(self, name: str, seed: int, at: int) -> None:
+        """Let a request end its workers."""
+        self._from[seed] = name, at
+
+    def in_step(self, plan: StepPlan) -> str:
+        """Return the name of the request that ends the worker in this step. Empty: none does."""
+        for spec in plan.specs:
+            name, at = self._from.get(spec.params.seed, ("", 0))
+            if name and spec.scored is None and spec.output_index >= at:
+                return name
+        return ""
+
+
+class SimMemory:
+    """The memory of some blocks: the tags of each block. `poison` overwrites freed blocks; otherwise old tags stay there."""
+
+    def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
+        self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
+        self._rng = rng
+        self._poison = poison
+
+    def copy_in(self, block: int, tags: list[int]) -> None:
+        """Write the tags of one block."""
+        self.blocks[block][:] = tags
+
+    def sums(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
+        """Return the checksum of each block."""
+        return tuple(BlockSum(hash(tuple(self.blocks[block])) & _MASK) for block in block_ids)
+
+    def freed(self, blocks: list[BlockId]) -> None:
+        """Take note of blocks that became free."""
+        if self._poison:
+            for block in blocks:
+                self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
+
+
+class SimKv:
+    """The memory of a KV pool, by KV group. A token has a tag in each group, which differs from group to group, so that neither
+    a block of another group nor a group that was forgotten goes unnoticed: the tokens that are drawn depend on all tags.
+
+    In a group with a sliding window, each token of a slice depends on the tags that it sees there, and on no others.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], windows: Sequence[int | None], rng: random.Random, *, poison: bool) -> None:
+        """Make the memory of a group for each number of blocks. windows: that of each group in tokens; None: it has none."""
+        self.groups = tuple(SimMemory(count, rng, poison=poison) for count in num_blocks)
+        self._windows = windows
+        self.no_numbers = False
+        """True: the logits of every step are not finite numbers."""
+
+    def collect(self, pending: StepPlan) -> list[Sampled]:
+        """End a step: write the tags of all slices, and return the tokens that are drawn. A launched step is its plan."""
+        return [drawn for piece in pending.slices for drawn in self._slice(piece)]
+
+    def _slice(self, piece: SequenceSlice) -> list[Sampled]:
+        position = piece.start
+        before = self._tags(piece, position, position)[-1:]
+        tag = before[0] if before else None
+        for token_id in piece.token_ids:
+            tag = chain(tag, token_id)
+            for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True)):
+                memory.blocks[_not_null(table[position // BLOCK_SIZE])][position % BLOCK_SIZE] = tag + group
+            position += 1
+        if self.no_numbers or not piece.samples:
+            return [(NO_TOKEN, None)] * len(piece.samples)
+        ends = range(position - len(piece.samples) + 1, position + 1)
+        return [self._take(piece, end, spec) for end, spec in zip(ends, piece.samples, strict=True)]
+
+    def _take(self, piece: SequenceSlice, end: int, spec: SampleSpec) -> Sampled:
+        """Score the known token after tokens [0, end), or draw one that the mask allows."""
+        tags = self._tags(piece, end, end - 1)
+        if spec.scored is not None:
+            return spec.scored, score(tags, spec.scored, spec.params.prompt_logprobs or 0)
+        if spec.grammar is None:
+            return draw(tags, spec.params, spec.output_index, spec.banned_ids), None
+        mask = spec.grammar.mask()
+        if mask is None:
+            return NO_TOKEN, None
+        allowed = [i for i in range(VOCAB_SIZE) if mask[i // 8] >> i % 8 & 1]
+        return draw(tags, spec.params, spec.output_index, spec.banned_ids, allowed), None
+
+    def _tags(self, piece: SequenceSlice, end: int, query: int) -> list[int]:
+        """Return the tags of tokens [0, end), as the token at position `query` sees them, without what differs between groups.
+
+        Where groups disagree, the tag is wrong, and with it the last one. Every model has a group without a window, which is
+        the first one. Raises AssertionError when the token would see a null entry.
+        """
+        found = self._of_group(piece, 0, 0, end)
+        for group, window in enumerate(self._windows[1:], start=1):
+            first = 0 if window is None else min(end, max(0, query - window + 1))
+            seen = self._of_group(piece, group, first, end)
+            if seen != found[first:]:
+                found[first:] = [a if a == b else hash((a, b)) & _MASK for a, b in zip(found[first:], seen, strict=True)]
+                found[-1] = hash(tuple(found)) & _MASK
+        return found
+
+    def _of_group(self, piece: SequenceSlice, group: int, first: int, end: int) -> list[int]:
+        """Return the tags of tokens [first, end) in one group."""
+        memory, table, start = self.groups[group], piece.block_tables[group], first // BLOCK_SIZE
+        blocks = map(_not_null, table[start : -(-end // BLOCK_SIZE)])
+        tags = [tag - group for block in blocks for tag in memory.blocks[block]]
+        return tags[first - start * BLOCK_SIZE : end - start * BLOCK_SIZE]
+
+
+def _not_null(block: BlockId) -> BlockId:
+    """Return the block. Raises AssertionError for a null entry, which a model would read as any other block's KV."""
+    assert block != NULL_BLOCK, "a block behind the window is read or written"
+    return block
+
+
+class SimEngine:
+    """The engine of one worker. `publish` is called on the process's loop; `reached` is called when a step is about to end."""
+
+    def __init__(
+        self,
+        process: Process,
+        kv: SimKv,
+        pool: BlockPools,
+        publish: Callable[[StepEvents], None],
+        reached: Callable[[str], None],
+        rng: random.Random,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefix_caching: bool,
+        check_steps: bool,
+        checksums: bool,
+        step_s: float,
+        ends: Callable[[StepPlan], bool],
+    ) -> None:
+        """`ends` is asked at the end of each step, and ends the process if it returns True. Other parameters are those of the
+        scheduler."""
+        self.kv = kv
+        self.pool = pool
+        self.scheduler = Scheduler(
+            pool,
+            BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            prefix_salt=CARD.fingerprint.encode() if prefix_caching else None,
+        )
+        self.steps = 0
+        self._engine = EngineSteps(self.scheduler, pool, [memory.sums for memory in kv.groups] if checksums else None)
+        self._process = process
+        self._publish = publish
+        self._reached = reached
+        self._step_s = step_s
+        self._ends = ends
+        self._check_steps = check_steps
+        self._commands: deque[Command] = deque()
+        self._busy = False
+        self._told_s = 0.0
+        self._rng = rng
+        self._free = free_blocks(pool)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the requests that are computed."""
+        return [seq.spec.sampling.seed for seq in (*self.scheduler._decoding, *self.scheduler._prefilling)]
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the present counts of blocks and sequences."""
+        scheduler = self.scheduler
+        counts = (scheduler.num_waiting, scheduler.queued_tokens, scheduler.num_running)
+        budget = scheduler.max_num_batched_tokens
+        return EngineSnapshot(
+            WorkerLoad(self.pool.counts(), *counts, max_num_batched_tokens=budget, max_num_seqs=scheduler.max_num_seqs)
+        )
+
+    def submit(self, command: Command) -> None:
+        """Queue a command for the next step. The loop thread calls it."""
+        self._commands.append(command)
+        if not self._busy:
+            self._busy = True
+            self._process.engine_loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        commands = list(self._commands)
+        self._commands.clear()
+        plan, early = self._engine.begin(commands)
+        self._settle()
+        if early is not None:
+            self._tell(early)
+        for spec in plan.specs:
+            if spec.grammar is not None:
+                spec.grammar.mask()  # as the thread of the masks does, while the model runs
+        if plan.slices:
+            step_s = self._step_s + TOKEN_S * plan.num_tokens
+            self._process.engine_loop.call_later(step_s, self._finish, plan, step_s)
+        else:
+            self._next()
+
+    def _finish(self, pending: StepPlan, step_s: float) -> None:
+        self.steps += 1
+        self._reached("engine_step")
+        if not self._process.alive or self._ends(pending):
+            return
+        events = self._engine.finish(self.kv.collect(pending), step_s)
+        self._settle()
+        self._tell(events)
+        if (sealed := self._engine.seal()) is not None:
+            self._tell(sealed)
+        self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._commands) or self._engine.has_work
+        if self._busy:
+            self._process.engine_loop.call_soon(self._begin)
+
+    def _tell(self, events: StepEvents) -> None:
+        """Publish events on the loop, in order and a little later, since threads wait for each other."""
+        now_s = self._process.timeline.now_s
+        self._told_s = max(self._told_s, now_s + self._rng.random() * HAND_OVER_S)
+        self._process.loop.post(self._told_s - now_s, self._publish, events)
+
+    def _settle(self) -> None:
+        """Poison the blocks that became free, and check the scheduler's invariants. It is called between halves of a step."""
+        free = free_blocks(self.pool)
+        for memory, now, before in zip(self.kv.groups, free, self._free, strict=True):
+            memory.freed(sorted(now - before))
+        self._free = free
+        if self._check_steps:
+            self.scheduler.check_invariants()
+
+
+def free_blocks(pool: BlockPools) -> list[set[BlockId]]:
+    """Return the free blocks of each KV group. Their content means nothing."""
+    return [set(group._free) for group in pool.groups]

@@ -1,0 +1,132 @@
+"""Grammars of the simulation: production states, compiler and checker around a toy in place of the library that compiles.
+
+The toy's languages are those of the oracle. A thread that compiles, and the process that checks, take virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, cast
+
+from pdserve.core.structured.constraint import Constraint
+from pdserve.structured.checker import GrammarChecker
+from pdserve.structured.child_process import ChildEnded, ChildProcess
+from pdserve.structured.compiler import Compiler
+from sim.faults.oracle import EOS, VOCAB_SIZE, Place
+from sim.world.process import Process
+
+KEPT: Final = 2  # grammars that a worker keeps
+COMPILE_S: Final = (0.0005, 0.0005, 0.005, 0.2)  # one of these for each grammar
+CHECK_S: Final = (0.001, 0.001, 0.02, 0.3)
+KILLED: Final = 0.02  # of the checks end with the process that checks
+
+
+class SimMatcher:
+    """The calls of llguidance's LLMatcher that a state makes, over a language of the oracle."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._error = ""
+
+    def deep_copy(self) -> SimMatcher:
+        """Return a matcher at the same place."""
+        return SimMatcher(self._place)
+
+    def consume_token(self, token_id: int) -> bool:
+        """Take the next token. Return False if it is not allowed here."""
+        if token_id not in self._place.allowed:
+            self._error = f"token {token_id} is none of {self._place.allowed}"
+            return False
+        self._place = self._place.after(token_id)
+        return True
+
+    def compute_bitmask(self) -> bytes:
+        """Return the mask of the next token."""
+        if self._place.fails:
+            self._error = "too many steps"
+            return bytes([1 << EOS])
+        return sum(1 << token_id for token_id in self._place.allowed).to_bytes(VOCAB_SIZE // 8, "little")
+
+    def is_stopped(self) -> bool:
+        """Tell whether nothing may follow, except the end of the sequence."""
+        return self._place.ended
+
+    def is_error(self) -> bool:
+        """Tell whether the matcher has failed."""
+        return bool(self._error)
+
+    def get_error(self) -> str:
+        """Return why it has failed."""
+        return self._error
+
+
+class SimCompiler(Compiler):
+    """The production compiler with the toy. It keeps so few grammars that it compiles some again."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Any, None), KEPT)
+
+    def _matcher_of(self, constraint: Constraint) -> Any:
+        return SimMatcher(Place.start(constraint.text))
+
+
+class GrammarThread:
+    """The thread in which a worker compiles, one grammar after the other. `run` is the `in_thread` of the process's loop."""
+
+    def __init__(self, process: Process, rng: random.Random, reached: Callable[[str, Process], None]) -> None:
+        self._process = process
+        self._rng = rng
+        self._reached = reached
+        self._free_s = 0.0
+
+    def run(self, work: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+        """Do the work a little later, and set its result or its error."""
+        now_s = self._process.timeline.now_s
+        self._free_s = max(now_s, self._free_s) + self._rng.choice(COMPILE_S)
+        self._process.loop.post(self._free_s - now_s, self._end, work, done)
+
+    def _end(self, work: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+        self._reached(f"grammar_{self._process.role}", self._process)
+        if not self._process.alive or done.done():
+            return
+        try:
+            done.set_result(work())
+        except Exception as exc:  # noqa: BLE001 - a future carries it to the task
+            done.set_exception(exc)
+
+
+class SimChild:
+    """The process that checks grammars. All of them compile. It may be killed from outside."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.has_ended = False
+
+    async def ask(self, message: bytes) -> bytes:
+        """Return the verdict on a constraint a little later. Raises `ChildEnded`."""
+        await asyncio.sleep(self._rng.choice(CHECK_S))
+        if self._rng.random() < KILLED:
+            self.has_ended = True
+            raise ChildEnded("signal 9", True, "")
+        return json.dumps(("", "")).encode()
+
+    async def close(self) -> None:
+        """End the process."""
+        self.has_ended = True
+
+
+class SimChecker(GrammarChecker):
+    """The production checker with a child of the simulation."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(Path(), VOCAB_SIZE, (EOS,))
+        self._rng = rng
+
+    async def _started(self) -> ChildProcess:
+        self._stay_open()
+        self._child = cast(ChildProcess, SimChild(self._rng))
+        return self._child
