@@ -55,6 +55,7 @@ check: setup     ## check format, lint, types, import contracts, stubs and gener
 	$(BIN)/python tools/generate_protos.py --check
 	$(BIN)/python -m tools.state_diagrams --check
 	$(BIN)/python -m tools.errors_doc --check
+	$(BIN)/python -m tools.house --check
 
 format: setup    ## rewrite the code in the project's format
 	$(BIN)/ruff format .

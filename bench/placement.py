@@ -31,7 +31,7 @@ from sim.perf.cluster import ClusterSpec, calm_router, simulate
 from sim.perf.costs import PRESETS
 from sim.perf.report import SimReport
 from sim.perf.traces import TraceRequest, faster, oracle_tokens, read_trace
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 TOLD_EVERY: Final = 50
 
@@ -49,7 +49,7 @@ def spec_of(args: argparse.Namespace, policy: str) -> ClusterSpec:
     """Return the cluster of a run. The policy places on both pools, unless another one is named for decode workers."""
     targets = SloClass("default", ttft_s=args.ttft, tpot_s=args.tpot)
     prefill, decode = (0, args.workers) if args.workers else (args.prefill, args.decode)
-    shape = WorkerShape(
+    shape = PerfWorkerShape(
         PRESETS[args.preset],
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

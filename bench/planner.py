@@ -41,7 +41,7 @@ from sim.perf.judge import compared
 from sim.perf.report import PoolsAt
 from sim.perf.statics import Split, best_of, run_split, search
 from sim.perf.traces import TraceRequest, read_trace
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 TOLD_EVERY: Final = 200
 
@@ -87,7 +87,7 @@ def day_of(args: argparse.Namespace) -> Day:
 
 def spec_of(args: argparse.Namespace) -> ClusterSpec:
     """Return the cluster with which the planner begins. Nothing is cached, since no two prompts begin alike."""
-    shape = WorkerShape(
+    shape = PerfWorkerShape(
         PRESETS[args.preset], max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
     )
     return ClusterSpec(

@@ -41,7 +41,7 @@ from sim.perf.days import Day, share
 from sim.perf.elastic import ElasticCluster, Elasticity
 from sim.perf.report import quantile
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 COSTS: Final = CostModel(
     name="tiny",
@@ -289,7 +289,7 @@ def real_side(real: RealDay) -> Side:
 def simulate(config: ClusterConfig, requests: Sequence[HourRequest], costs: CostModel, start_s: float, seed: int) -> Side:
     """Run the day on a simulated cluster with the planner, settings and sizes of the real one."""
     engine = config.engine
-    shape = WorkerShape(costs, engine.max_num_seqs, engine.batched_tokens("cpu"), max_model_len=2048)
+    shape = PerfWorkerShape(costs, engine.max_num_seqs, engine.batched_tokens("cpu"), max_model_len=2048)
     spec = ClusterSpec(
         [shape],
         [shape],

@@ -17,7 +17,7 @@ from pdserve.bench.load.generator import run_load
 from pdserve.bench.load.grpc_target import GrpcTarget
 from pdserve.bench.load.limits import RunLimits
 from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.workload.request import BenchRequest
 from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster.events import WorkerPhase
@@ -97,7 +97,7 @@ class Watched:
 class RealDay:
     """A day as real workers have served it."""
 
-    rows: Sequence[Row]
+    rows: Sequence[BenchRow]
     watched: Watched
     steps: Sequence[Step]
 

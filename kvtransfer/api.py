@@ -19,7 +19,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class TransferDevice:
     """The memory in which a region lies. `index` is the CUDA ordinal on the region's own machine; 0 for host memory."""
 
     kind: DeviceKind = "cpu"
@@ -33,7 +33,7 @@ class Region:
     address: int
     num_blocks: int
     block_bytes: int
-    device: Device = Device()
+    device: TransferDevice = TransferDevice()
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from pdserve.config import WorkerConfig, load
 from pdserve.core.worker import LINK_VERSIONS
 from pdserve.observe.logs import setup_logging
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.link import Link
+from pdserve.worker.link import RouterLink
 from router.service.model import ServedModel
 from testkit.fake_worker import DECODE, PREFILL, WAIT_S, FakeWorker
 from testkit.processes import MODULE, Place
@@ -45,11 +45,11 @@ class LightWorker(FakeWorker):
 
     address: str = ""
     router_lost_s: float = 5.0
-    link: Link = field(init=False)
+    link: RouterLink = field(init=False)
 
     def __post_init__(self) -> None:
         FakeWorker.__post_init__(self)
-        self.link = Link(
+        self.link = RouterLink(
             self.router_address,
             self.cluster_token,
             self._hello,

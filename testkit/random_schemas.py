@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 
 Schema = dict[str, Any]
 Draw = Callable[[random.Random, int], Schema]
@@ -95,7 +95,7 @@ def allowed_ids(mask: bytes) -> list[int]:
     return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
 
 
-def walk(state: State, eos_token_ids: tuple[int, ...], rng: random.Random, most: int = 400) -> tuple[list[int], bool]:
+def walk(state: ConstraintState, eos_token_ids: tuple[int, ...], rng: random.Random, most: int = 400) -> tuple[list[int], bool]:
     """Draw tokens at random among those that the masks allow. Return them, and whether the output ended by itself."""
     output: list[int] = []
     while len(output) < most:

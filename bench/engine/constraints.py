@@ -33,7 +33,7 @@ from pdserve.core.step_plan import GREEDY, NO_TOKEN, SampleSpec, SequenceSlice, 
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.runner import ModelRunner
 from pdserve.structured.compiler import Compiler
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.tokenizer import Tokenizer
 from testkit.random_schemas import random_schema
@@ -47,8 +47,8 @@ class Follower:
     """One sequence that follows a schema, again and again. It fulfils `GrammarState`, and times its masks."""
 
     def __init__(self, compiler: Compiler, constraint: Constraint, mask_s: list[float]) -> None:
-        self._start: Callable[[], State] = partial(compiler.start, constraint)
-        self._state: State = compiler.start(constraint)
+        self._start: Callable[[], ConstraintState] = partial(compiler.start, constraint)
+        self._state: ConstraintState = compiler.start(constraint)
         self._mask_s = mask_s
         self._computed = False
         self.ended = False

@@ -13,9 +13,9 @@ from pdserve.bench.load.generator import run_load
 from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
 from pdserve.bench.load.limits import RunLimits
 from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.bench.report.summary import Distribution, summarise
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.workload.request import BenchRequest, Ids
 
 MODEL: Final = "bench"
@@ -73,7 +73,7 @@ class _Keeping:
         self._target = target
         self.texts: dict[int, str] = {}
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         """Send the call, and keep the text of its answer."""
         await self._target.send(call, answer)
         self.texts[call.number] = "".join(answer.texts)
@@ -102,7 +102,7 @@ def take_turn(name: str, address: str, cell: Cell, prompts: Sequence[Ids]) -> Tu
     return Turn(rate, found.ttft_s, found.itl_s, lag.max, texts)
 
 
-async def _load(address: str, cell: Cell, prompts: Sequence[Ids]) -> tuple[list[Row], tuple[str, ...]]:
+async def _load(address: str, cell: Cell, prompts: Sequence[Ids]) -> tuple[list[BenchRow], tuple[str, ...]]:
     options = RequestOptions(model=MODEL, ignore_eos=True, temperature=0.0)
     target = _Keeping(HttpTarget(BaseUrl.parse(f"http://{address}"), options, HttpOptions()))
     requests = (BenchRequest(number, (ids,), cell.output_tokens) for number, ids in enumerate(prompts))
@@ -114,7 +114,7 @@ async def _load(address: str, cell: Cell, prompts: Sequence[Ids]) -> tuple[list[
     return rows, tuple(text for _, text in sorted(target.texts.items()))
 
 
-def check_whole(name: str, cell: Cell, rows: Sequence[Row]) -> None:
+def check_whole(name: str, cell: Cell, rows: Sequence[BenchRow]) -> None:
     """Raise `TurnFailed` unless each request has a row with all its output tokens."""
     for row in rows:
         if not row.ok or row.output_tokens != cell.output_tokens:

@@ -38,7 +38,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtransfer.api import Device, LocalRegion, ReadAdrift, Region, RemoteRegion, TransportRead, check_shapes
+from kvtransfer.api import LocalRegion, ReadAdrift, Region, RemoteRegion, TransferDevice, TransportRead, check_shapes
 from kvtransfer.backends.cuda import CudaContext, GpuContext
 from kvtransfer.backends.exposure import LOOPBACK_HOST, Exposure, exposure_of
 from pdserve.core.errors import ConfigError, TransferFailed
@@ -120,7 +120,7 @@ class _Bindings:
             raise TransferFailed(f"{doing}: {exc}") from exc
 
 
-def _load(device: Device) -> _Bindings:
+def _load(device: TransferDevice) -> _Bindings:
     prepare_environment(gpu=device.kind == "cuda")
     if device.kind != "cuda":
         return _Bindings(load_wheel(None))

@@ -27,7 +27,7 @@ class Connector(Protocol):
         """Forget a peer. See `TransferThread.disconnect`."""
 
 
-class Link(Protocol):
+class LenderLink(Protocol):
     """The link to one incarnation of one lender. `PeerLink` is the one over gRPC; all links fail with the same errors."""
 
     incarnation: Incarnation
@@ -50,13 +50,13 @@ class Link(Protocol):
 class MakeLink(Protocol):
     """A function that makes a link to one incarnation of a lender."""
 
-    def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> Link: ...
+    def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> LenderLink: ...
 
 
 class _Entry:
     """A link with its one handshake, the number of attaches under way, and the timer that closes it when it is idle."""
 
-    def __init__(self, link: Link, handshake: asyncio.Task[bytes]) -> None:
+    def __init__(self, link: LenderLink, handshake: asyncio.Task[bytes]) -> None:
         self.link = link
         self.handshake = handshake
         self.num_attaching = 0

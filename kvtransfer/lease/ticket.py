@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 
 import msgpack
 
-from kvtransfer.api import Device, DeviceKind, RemoteRegion
+from kvtransfer.api import DeviceKind, RemoteRegion, TransferDevice
 from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
 from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
@@ -315,11 +315,11 @@ def _window(value: Any) -> int | None:
     return None if value is None else _integer("group.window", value, 1, (1 << 31) - 1)
 
 
-def _device(value: Any) -> Device:
+def _device(value: Any) -> TransferDevice:
     kind, index = _members("device", value, 2)
     if kind not in ("cpu", "cuda"):
         raise InvalidTicket(f"device must be cpu or cuda, got {kind!r:.40}")
-    return Device(cast(DeviceKind, kind), _integer("device.index", index, 0, 1 << 16))
+    return TransferDevice(cast(DeviceKind, kind), _integer("device.index", index, 0, 1 << 16))
 
 
 def _with_dead(live: tuple[BlockId, ...], group: KvGroup, tokens: int) -> tuple[BlockId, ...]:

@@ -35,7 +35,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One request of a run. A request that failed has an `error`, and all that is known about it."""
 
     number: int

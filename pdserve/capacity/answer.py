@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.capacity.devices import Link, links_of
-from pdserve.capacity.placements import Rate, colocated_rate, decode_rate, exposed_s, prefill_rate, transfer_s
-from pdserve.capacity.question import Question
-from pdserve.capacity.verdict import Verdict, judge
+from pdserve.capacity.devices import LinkSpec, links_of
+from pdserve.capacity.placements import PlacementRate, colocated_rate, decode_rate, exposed_s, prefill_rate, transfer_s
+from pdserve.capacity.question import CapacityQuestion
+from pdserve.capacity.verdict import CapacityVerdict, judge
 from pdserve.capacity.worker_speed import Memory, WorkerSpeed, e2e_s
 from pdserve.core.errors import ConfigError
 
@@ -19,7 +19,7 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class KvRoom:
     """The room of one worker for KV."""
 
     context: int
@@ -58,7 +58,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CapacityCost:
     """US dollars. The price may be an example."""
 
     per_gpu_hour: float
@@ -68,7 +68,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CapacityAnswer:
     """All results. Rates are of one worker unless their names say otherwise; times are means."""
 
     tp: int
@@ -78,27 +78,27 @@ class Answer:
     kv_bytes_per_request: float
     """KV of a prompt, as it crosses the link."""
     memory: Memory
-    room: Room
+    room: KvRoom
     steps: tuple[DecodeStep, ...]
     largest_batch: int
     """The largest batch within TPOT and memory, with the chosen link."""
     prefill_floor_s: float
-    prefill: Rate
-    decode: Rate
-    colocated: Rate
-    link: Link
+    prefill: PlacementRate
+    decode: PlacementRate
+    colocated: PlacementRate
+    link: LinkSpec
     transfers: tuple[Transfer, ...]
     e2e_alone_s: float
     """The time of a request that is alone: disaggregated, with its exposed transfer."""
     e2e_loaded_s: float | None
     """The mean time of a request at the goodput of what is recommended. None: it serves nothing."""
-    verdict: Verdict
+    verdict: CapacityVerdict
     output_tokens_per_s: float
     """All workers together, at that goodput."""
-    cost: Cost | None
+    cost: CapacityCost | None
 
 
-def answer(question: Question) -> Answer:
+def answer(question: CapacityQuestion) -> CapacityAnswer:
     """Answer a question. Without a number of GPUs for a worker, take the one with the highest goodput."""
     if question.tp is not None:
         return _answer(question, question.tp)
@@ -108,7 +108,7 @@ def answer(question: Question) -> Answer:
     return best if best.verdict.requests_per_s else fitting[0] if fitting else found[-1]
 
 
-def degrees(question: Question) -> tuple[int, ...]:
+def degrees(question: CapacityQuestion) -> tuple[int, ...]:
     """Return the numbers of GPUs that a worker may have: powers of two that divide the heads, of one machine if that is enough.
 
     More than `ONE_MACHINE` GPUs are tried only where the model does not fit into fewer.
@@ -123,14 +123,14 @@ def degrees(question: Question) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _answer(question: Question, tp: int) -> Answer:
+def _answer(question: CapacityQuestion, tp: int) -> CapacityAnswer:
     worker, workers = WorkerSpeed(question, tp), question.gpus // tp
     link = question.link_of(tp)
     prefill, decode = prefill_rate(worker, link.bytes_per_s), decode_rate(worker, link.bytes_per_s)
     colocated = colocated_rate(worker)
     verdict = judge(worker, workers, link.bytes_per_s)
     tokens_per_s = verdict.requests_per_s * question.osl
-    return Answer(
+    return CapacityAnswer(
         tp=tp,
         workers=workers,
         kv_bytes_per_token=worker.kv_bytes(1),
@@ -160,12 +160,12 @@ def fits(weights_bytes: float, kv_bytes: float, gpus: int, memory_bytes: float) 
     return weights_bytes + kv_bytes <= gpus * memory_bytes
 
 
-def _room(worker: WorkerSpeed, workers: int) -> Room:
+def _room(worker: WorkerSpeed, workers: int) -> KvRoom:
     question = worker.question
     context = question.isl + question.osl if question.context is None else question.context
     most = worker.users_at(context)
     users = max(1, most) if question.users is None else -(-question.users // workers)
-    return Room(context, most, users, worker.max_context(users))
+    return KvRoom(context, most, users, worker.max_context(users))
 
 
 def _steps(worker: WorkerSpeed) -> tuple[DecodeStep, ...]:
@@ -178,7 +178,7 @@ def _steps(worker: WorkerSpeed) -> tuple[DecodeStep, ...]:
     return tuple(found)
 
 
-def _transfers(worker: WorkerSpeed, chosen: Link, even: float | None) -> tuple[Transfer, ...]:
+def _transfers(worker: WorkerSpeed, chosen: LinkSpec, even: float | None) -> tuple[Transfer, ...]:
     known = links_of(worker.question.gpu, worker.tp)
     links = known if chosen.name in {one.name for one in known} else (chosen, *known)
     return tuple(
@@ -193,13 +193,19 @@ def _transfers(worker: WorkerSpeed, chosen: Link, even: float | None) -> tuple[T
     )
 
 
-def _e2e_alone(worker: WorkerSpeed, link: Link) -> float:
+def _e2e_alone(worker: WorkerSpeed, link: LinkSpec) -> float:
     question = worker.question
     step = worker.decode_s(1, question.isl + question.osl // 2)
     return e2e_s(worker.prefill_s(question.isl), step, question.osl) + exposed_s(worker, link.bytes_per_s)
 
 
-def _e2e_loaded(question: Question, verdict: Verdict, prefill: Rate, decode: Rate, colocated: Rate) -> float | None:
+def _e2e_loaded(
+    question: CapacityQuestion,
+    verdict: CapacityVerdict,
+    prefill: PlacementRate,
+    decode: PlacementRate,
+    colocated: PlacementRate,
+) -> float | None:
     if not verdict.requests_per_s:
         return None
     ttft, tpot = (prefill.ttft_s, decode.tpot_s) if verdict.disaggregate else (colocated.ttft_s, colocated.tpot_s)
@@ -208,10 +214,10 @@ def _e2e_loaded(question: Question, verdict: Verdict, prefill: Rate, decode: Rat
     return e2e_s(ttft, tpot, question.osl)
 
 
-def _cost(question: Question, tokens_per_s: float, gpus: int) -> Cost | None:
+def _cost(question: CapacityQuestion, tokens_per_s: float, gpus: int) -> CapacityCost | None:
     price = question.price
     if price is None:
         return None
     source = "--price-per-hour" if question.price_per_hour is not None else f"example: {question.gpu.price_source}"
     per_dollar = tokens_per_s * 3600 / (price * gpus)
-    return Cost(price, source, 1e6 / per_dollar if per_dollar else None, per_dollar)
+    return CapacityCost(price, source, 1e6 / per_dollar if per_dollar else None, per_dollar)

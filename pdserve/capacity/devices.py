@@ -19,7 +19,7 @@ _RATES: Final = {"B/s": 1.0, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Mbit/s": 1
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One accelerator. Peaks are of dense products, never of the data sheet's rates with sparsity."""
 
     name: str
@@ -49,7 +49,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpec:
     """The link over which KV goes from a prefill worker to a decode worker."""
 
     name: str
@@ -58,12 +58,12 @@ class Link:
 
 
 @functools.cache
-def devices() -> Mapping[str, Device]:
+def devices() -> Mapping[str, DeviceSpec]:
     """Return all known devices by name, in the order of the data."""
     return {name: _device(name, entry) for name, entry in _data("gpus.toml").items()}
 
 
-def device(name: str) -> Device:
+def device(name: str) -> DeviceSpec:
     """Return the device of this name. Raises `ConfigError` that lists the known ones."""
     found = devices().get(name.lower())
     if found is None:
@@ -71,7 +71,7 @@ def device(name: str) -> Device:
     return found
 
 
-def device_by_driver_name(driver_name: str) -> Device | None:
+def device_by_driver_name(driver_name: str) -> DeviceSpec | None:
     """Return the device that a driver calls so, for example "NVIDIA H100 80GB HBM3". None: no device or several fit."""
     words = driver_name.lower().replace("-", " ").split()
     found = [one for one in devices().values() if one.name_parts and all(part in words for part in one.name_parts)]
@@ -83,23 +83,23 @@ def link_names() -> tuple[str, ...]:
     return tuple(_data("links.toml"))
 
 
-def link(text: str, gpu: Device, tp: int) -> Link:
+def link(text: str, gpu: DeviceSpec, tp: int) -> LinkSpec:
     """Return the link of a name, or of a rate such as "12.5GB/s", "400Gbit/s" or plain bytes a second.
 
     A rate counts for a whole worker. Raises `ConfigError` for an unknown name, a link that the GPU lacks, and a bad rate.
     """
     entry = _data("links.toml").get(text.lower())
     if entry is None:
-        return Link(text, _rate(text))
+        return LinkSpec(text, _rate(text))
     if "gpu_field" not in entry:
-        return Link(text.lower(), entry["gb_s"] * GIGA)
+        return LinkSpec(text.lower(), entry["gb_s"] * GIGA)
     own = gpu.nvlink_bytes_per_s if entry["gpu_field"] == "nvlink_gb_s" else gpu.pcie_bytes_per_s
     if own is None:
         raise ConfigError(f"--link {text} needs a GPU that has it, and {gpu.name} has none; see --link pcie or 400gbe")
-    return Link(text.lower(), own * tp)
+    return LinkSpec(text.lower(), own * tp)
 
 
-def links_of(gpu: Device, tp: int) -> tuple[Link, ...]:
+def links_of(gpu: DeviceSpec, tp: int) -> tuple[LinkSpec, ...]:
     """Return the known links that workers of this GPU may have."""
     lacks = {"nvlink"} if gpu.nvlink_bytes_per_s is None else set()
     return tuple(link(name, gpu, tp) for name in link_names() if name not in lacks)
@@ -121,12 +121,12 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _device(name: str, entry: Mapping[str, Any]) -> Device:
+def _device(name: str, entry: Mapping[str, Any]) -> DeviceSpec:
     def scaled(field: str, unit: float) -> float | None:
         value = entry.get(field)
         return None if value is None else float(value) * unit
 
-    return Device(
+    return DeviceSpec(
         name,
         entry["title"],
         float(entry["memory_gb"]) * GIGA,

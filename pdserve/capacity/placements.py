@@ -35,7 +35,7 @@ STEPS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class PlacementRate:
     """The most requests a second of one worker, and what keeps it from more: memory, bandwidth, compute or link."""
 
     requests_per_s: float
@@ -100,18 +100,20 @@ def exposed_s(worker: WorkerSpeed, link_bytes_per_s: float) -> float:
     return max(whole * last, whole - worker.prefill_s(question.isl) * (1 - last))
 
 
-def prefill_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> Rate:
+def prefill_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> PlacementRate:
     """Return the rate of a prefill worker within TTFT, and within what its link takes away."""
     question = worker.question
     service = worker.prefill_s(question.isl)
     by_queue, by_link = queue_rate(service, question.ttft_s, question.attainment), 1 / transfer_s(worker, link_bytes_per_s)
     rate = min(by_queue, by_link)
     if not worker.users_at(question.isl):
-        return Rate(0.0, "memory", ttft_s=service)
-    return Rate(rate, "link" if by_link < by_queue else worker.prefill_bound(question.isl), ttft_s=mean_queue_s(service, rate))
+        return PlacementRate(0.0, "memory", ttft_s=service)
+    return PlacementRate(
+        rate, "link" if by_link < by_queue else worker.prefill_bound(question.isl), ttft_s=mean_queue_s(service, rate)
+    )
 
 
-def decode_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> Rate:
+def decode_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> PlacementRate:
     """Return the rate of a decode worker within TPOT, its memory, and what its link brings."""
     question, gaps = worker.question, worker.question.osl - 1
     exposed = exposed_s(worker, link_bytes_per_s) / gaps
@@ -120,16 +122,16 @@ def decode_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> Rate:
     if batch == 0:
         alone = worker.decode_s(1, context)
         bound = "memory" if users == 0 else "link" if alone <= question.tpot_s else worker.decode_bound(1, context)
-        return Rate(0.0, bound, tpot_s=alone + exposed, batch=0)
+        return PlacementRate(0.0, bound, tpot_s=alone + exposed, batch=0)
     tpot = worker.decode_s(batch, context) + exposed
     by_batch, by_link = batch / (gaps * tpot), 1 / transfer_s(worker, link_bytes_per_s)
     bound = "memory" if batch == users else worker.decode_bound(batch + 1, context)
     if by_link < by_batch or (batch < users and exposed > worker.decode_s(batch, context) - worker.decode_s(1, context)):
         bound = "link"
-    return Rate(min(by_batch, by_link), bound, tpot_s=tpot, batch=float(batch))
+    return PlacementRate(min(by_batch, by_link), bound, tpot_s=tpot, batch=float(batch))
 
 
-def colocated_rate(worker: WorkerSpeed) -> Rate:
+def colocated_rate(worker: WorkerSpeed) -> PlacementRate:
     """Return the rate of a worker that computes prompts and decodes, with the best chunk."""
     question = worker.question
     most = min(question.max_num_batched_tokens, question.isl)
@@ -137,18 +139,18 @@ def colocated_rate(worker: WorkerSpeed) -> Rate:
     return max((_colocated(worker, chunk) for chunk in chunks), key=lambda rate: rate.requests_per_s)
 
 
-def _colocated(worker: WorkerSpeed, chunk: int) -> Rate:
+def _colocated(worker: WorkerSpeed, chunk: int) -> PlacementRate:
     """Return the rate with chunks of at most `chunk` tokens: the best batch is searched, and the rate follows from it."""
     users = worker.users_at(worker.question.isl + worker.question.osl)
     if not users:
-        return Rate(0.0, "memory", chunk=chunk)
+        return PlacementRate(0.0, "memory", chunk=chunk)
     beside = Beside.of(worker, chunk)
     batch = beside.best(users)
     rate = beside.rate(batch)
     step, delay = beside.times(batch)
     ttft = mean_queue_s(beside.prompt_s(batch), rate)
     tpot = step + batch * delay / (worker.question.osl - 1)
-    return Rate(rate, beside.bound(batch, users), ttft_s=ttft, tpot_s=tpot, batch=batch, chunk=chunk)
+    return PlacementRate(rate, beside.bound(batch, users), ttft_s=ttft, tpot_s=tpot, batch=batch, chunk=chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pdserve.capacity.answer import Answer
-from pdserve.capacity.question import Question
+from pdserve.capacity.answer import CapacityAnswer
+from pdserve.capacity.question import CapacityQuestion
 from pdserve.capacity.verdict import goodput_apart
 from pdserve.capacity.worker_speed import WorkerSpeed
 from pdserve.core.errors import ConfigError
@@ -18,7 +18,7 @@ POINTS: Final = 160
 GB: Final = 1e9
 
 
-def draw(path: Path, question: Question, answer: Answer) -> None:
+def draw(path: Path, question: CapacityQuestion, answer: CapacityAnswer) -> None:
     """Write the drawing as a PNG file. Raises `ConfigError` without matplotlib, and when the file cannot be written."""
     try:
         from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def draw(path: Path, question: Question, answer: Answer) -> None:
         raise ConfigError(f"--plot cannot write {path}: {exc.strerror}") from exc
 
 
-def _draw_steps(axes: Axes, worker: WorkerSpeed, answer: Answer) -> None:
+def _draw_steps(axes: Axes, worker: WorkerSpeed, answer: CapacityAnswer) -> None:
     question = worker.question
     context, users = question.isl + question.osl // 2, worker.users_at(question.isl + question.osl)
     most = float(min(answer.steps[-1].batch, max(16, 2 * users)))  # what fits, and as much again
@@ -59,7 +59,7 @@ def _draw_steps(axes: Axes, worker: WorkerSpeed, answer: Answer) -> None:
     axes.legend(loc="upper left")
 
 
-def _draw_links(axes: Axes, worker: WorkerSpeed, answer: Answer) -> None:
+def _draw_links(axes: Axes, worker: WorkerSpeed, answer: CapacityAnswer) -> None:
     verdict = answer.verdict
     rates = [one.bytes_per_s for one in answer.transfers]
     low, high = min(rates) / 20, max(rates) * 4

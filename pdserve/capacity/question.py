@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdserve.capacity.devices import GIGA, TERA, Device, Link, link
+from pdserve.capacity.devices import GIGA, TERA, DeviceSpec, LinkSpec, link
 from pdserve.capacity.published import PublishedModel
 from pdserve.checkpoint.card import KV_ALIASES
 from pdserve.core.errors import ConfigError
@@ -51,7 +51,7 @@ def check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} must be one of {', '.join(known)}, got {value!r:.60}")
 
 
-def changed(gpu: Device, *, tflops: float | None, bandwidth_gb_s: float | None, memory_gb: float | None) -> Device:
+def changed(gpu: DeviceSpec, *, tflops: float | None, bandwidth_gb_s: float | None, memory_gb: float | None) -> DeviceSpec:
     """Return the GPU with peaks of the operator's own. None keeps that of the data. tflops: the peak of every dtype.
 
     Raises `ConfigError` that names the flag.
@@ -69,7 +69,7 @@ def changed(gpu: Device, *, tflops: float | None, bandwidth_gb_s: float | None, 
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CapacityShares:
     """The shares of the peaks that an engine reaches. The defaults are what published measurements of Llama-2-70B on two A100
     or two H100 reach (docs/capacity.md); 1 gives floors, which no engine beats."""
 
@@ -83,11 +83,11 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CapacityQuestion:
     """All that an answer depends on. Fields are flags of `pdserve capacity`. Raises `ConfigError` that names the flag."""
 
     model: PublishedModel
-    gpu: Device
+    gpu: DeviceSpec
     gpus: int = 8
     isl: int = 2048
     """Tokens of a prompt."""
@@ -108,7 +108,7 @@ class Question:
     link: str | None = None
     """A name or a rate (`devices.link`). None: NVLink or PCIe up to 8 GPUs, then 400gbe."""
     price_per_hour: float | None = None
-    shares: Shares = Shares()
+    shares: CapacityShares = CapacityShares()
     gpu_memory_utilization: float = 0.9
     max_num_batched_tokens: int = 8192
 
@@ -178,7 +178,7 @@ class Question:
         """US dollars for one GPU and hour, or None if nobody told one."""
         return self.gpu.price_per_hour if self.price_per_hour is None else self.price_per_hour
 
-    def link_of(self, tp: int) -> Link:
+    def link_of(self, tp: int) -> LinkSpec:
         """Return the link of a worker of `tp` GPUs."""
         if self.link is not None:
             return link(self.link, self.gpu, tp)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.capacity.devices import MOST_LINK_BYTES
-from pdserve.capacity.placements import Rate, colocated_rate, decode_rate, prefill_rate
+from pdserve.capacity.placements import PlacementRate, colocated_rate, decode_rate, prefill_rate
 from pdserve.capacity.worker_speed import WorkerSpeed
 
 MARGIN: Final = 1.05
@@ -29,7 +29,7 @@ LEVERS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class CapacitySplit:
     """A number of workers for each pool, and the requests a second that they serve within both targets."""
 
     prefill: int
@@ -38,12 +38,12 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CapacityVerdict:
     """The answer for all workers together."""
 
     disaggregate: bool
     reason: str
-    split: Split | None
+    split: CapacitySplit | None
     """The best two pools. None: there are fewer than two workers."""
     ideal_prefill_per_decode: float | None
     """Prefill workers for each decode worker at which both pools are full. None: one of the two serves nothing."""
@@ -56,17 +56,17 @@ class Verdict:
     lever: str
 
 
-def best_split(workers: int, prefill: float, decode: float) -> Split | None:
+def best_split(workers: int, prefill: float, decode: float) -> CapacitySplit | None:
     """Return the split with the highest goodput. prefill, decode: requests a second of one worker. None: too few workers."""
     if workers < 2:
         return None
     ideal = workers * decode / (prefill + decode) if prefill + decode else workers / 2
     near = {min(max(1, count), workers - 1) for count in (math.floor(ideal), math.ceil(ideal))}
-    splits = [Split(count, workers - count, min(count * prefill, (workers - count) * decode)) for count in sorted(near)]
+    splits = [CapacitySplit(count, workers - count, min(count * prefill, (workers - count) * decode)) for count in sorted(near)]
     return max(splits, key=lambda split: split.requests_per_s)
 
 
-def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> Verdict:
+def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> CapacityVerdict:
     """Return the verdict for so many equal workers whose links have this rate."""
     prefill, decode = prefill_rate(worker, link_bytes_per_s), decode_rate(worker, link_bytes_per_s)
     colocated = colocated_rate(worker)
@@ -77,7 +77,7 @@ def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> Verdict
     wins = apart > together * MARGIN
     constraint = _constraint(worker, prefill, decode, split) if wins or not together else colocated.bound
     both = prefill.requests_per_s > 0 and decode.requests_per_s > 0
-    return Verdict(
+    return CapacityVerdict(
         disaggregate=wins,
         reason=_reason(worker, workers, apart, together, even, link_bytes_per_s, constraint),
         split=split,
@@ -114,7 +114,7 @@ def break_even(worker: WorkerSpeed, workers: int, together: float) -> float | No
     return math.exp(high)
 
 
-def _constraint(worker: WorkerSpeed, prefill: Rate, decode: Rate, split: Split | None) -> str:
+def _constraint(worker: WorkerSpeed, prefill: PlacementRate, decode: PlacementRate, split: CapacitySplit | None) -> str:
     """Return what binds the pool that serves less."""
     if not worker.memory.fits:
         return "memory"

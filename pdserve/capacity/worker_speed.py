@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.capacity.question import MOST_USERS, Question
+from pdserve.capacity.question import MOST_USERS, CapacityQuestion
 from pdserve.core.roofline.flops import StepFlops
 from pdserve.core.roofline.traffic import StepTraffic
 
@@ -65,7 +65,7 @@ class Memory:
 class WorkerSpeed:
     """One worker of `tp` GPUs that serves the question's model."""
 
-    def __init__(self, question: Question, tp: int) -> None:
+    def __init__(self, question: CapacityQuestion, tp: int) -> None:
         shape, gpu = question.model.shape, question.gpu
         self.question, self.tp = question, tp
         self.flops = StepFlops.of(shape)

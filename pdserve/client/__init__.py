@@ -1,5 +1,5 @@
 """Clients of a router's gRPC ports: `command_line` for the command line, `blocking`, `asynchronous` and `llm` for programs."""
 
-from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS, AdminClient, Answer, CallFailed, InferenceClient, Stream
+from pdserve.client.command_line import CALL_TIMEOUT_S, OPTIONS, AdminClient, Answer, CallFailed, InferenceClient, PrintedStream
 
-__all__ = ["CALL_TIMEOUT_S", "OPTIONS", "AdminClient", "Answer", "CallFailed", "InferenceClient", "Stream"]
+__all__ = ["CALL_TIMEOUT_S", "OPTIONS", "AdminClient", "Answer", "CallFailed", "InferenceClient", "PrintedStream"]

@@ -55,7 +55,7 @@ class CallFailed(PdserveError):
         self.reason = reason
 
 
-class Stream(Generic[Message]):
+class PrintedStream(Generic[Message]):
     """One streaming call. Iterate over it to its end, or `cancel` it. Any thread may do so."""
 
     def __init__(self, call: Any, address: str, hint: str) -> None:
@@ -74,7 +74,7 @@ class Stream(Generic[Message]):
         self._call.cancel()
 
 
-Answer = Stream[inference_pb2.GenerateResponse]
+Answer = PrintedStream[inference_pb2.GenerateResponse]
 
 
 class _Client:
@@ -132,7 +132,7 @@ class AdminClient(_Client):
 
     def drain(
         self, worker_id: str, *, incarnation: int = 0, term: int = 0, force: bool = False, timeout_s: float | None = None
-    ) -> Stream[inference_pb2.DrainProgress]:
+    ) -> PrintedStream[inference_pb2.DrainProgress]:
         """Start to drain a worker and stream the progress. Ending the stream, also by `timeout_s`, does not end the drain.
 
         incarnation: the worker must have it; 0 accepts any. term: of the actuator that calls; 0 for an operator. force: drain
@@ -140,7 +140,7 @@ class AdminClient(_Client):
         """
         request = inference_pb2.DrainRequest(worker_id=worker_id, incarnation=incarnation, term=term, force=force)
         call = self._stub.Drain(request, metadata=self._metadata, timeout=timeout_s)
-        return Stream(call, self.address, self._hint)
+        return PrintedStream(call, self.address, self._hint)
 
     def flip(
         self,
@@ -150,11 +150,11 @@ class AdminClient(_Client):
         incarnation: int = 0,
         term: int = 0,
         timeout_s: float | None = None,
-    ) -> Stream[inference_pb2.DrainProgress]:
+    ) -> PrintedStream[inference_pb2.DrainProgress]:
         """Let a worker change its role and stream the progress. Ending the stream does not end the flip. See `drain`."""
         request = scaling_pb2.FlipRequest(worker_id=worker_id, role=role, incarnation=incarnation, term=term)
         call = self._stub.Flip(request, metadata=self._metadata, timeout=timeout_s)
-        return Stream(call, self.address, self._hint)
+        return PrintedStream(call, self.address, self._hint)
 
     def scale(self, sizes: scaling_pb2.ScaleRequest, timeout_s: float = CALL_TIMEOUT_S) -> int:
         """Leave an order about the sizes of the pools and return its number. Raises `CallFailed`."""

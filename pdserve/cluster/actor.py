@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 
 from pdserve.cluster.keeping.keeper import Keeper
-from pdserve.cluster.keeping.order import Order
-from pdserve.cluster.keeping.report import Place, WorkerReport
+from pdserve.cluster.keeping.order import StartOrder
+from pdserve.cluster.keeping.report import NodePlace, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.worker.load_progress import LoadState
 
@@ -22,14 +22,14 @@ class WorkerActor:
     CONCURRENCY = 4  # watch, load, progress and stop may run at the same time
 
     def __init__(self, plan: WorkerPlan, asked_at: float) -> None:
-        self._keeper = Keeper(Order(plan, _node_host(), asked_at))
+        self._keeper = Keeper(StartOrder(plan, _node_host(), asked_at))
         self._loading = threading.Lock()
 
-    def place(self) -> Place:
+    def place(self) -> NodePlace:
         """Tell on which node this process runs."""
         import ray  # only here: this module also describes workers to a process that has not loaded Ray yet
 
-        return Place(ray.get_runtime_context().get_node_id(), _node_host())
+        return NodePlace(ray.get_runtime_context().get_node_id(), _node_host())
 
     def load(self) -> WorkerReport:
         """Start the worker and describe it. A worker that has started is only described: a caller may have to ask again."""

@@ -12,7 +12,7 @@ from pdserve.worker.load_progress import LoadState
 log = logging.getLogger(__name__)
 
 
-class Part(Enum):
+class EventPart(Enum):
     """One part of a cluster that is started separately. `WORKERS` is ready when all workers have joined the router."""
 
     RAY = "Ray"
@@ -51,14 +51,14 @@ class PolicyFault(Enum):
 class PartStarted:
     """The start of a part has begun."""
 
-    part: Part
+    part: EventPart
 
 
 @dataclass(frozen=True, slots=True)
 class PartReady:
     """A part is ready, `seconds` after its start. Parts start at the same time, so the sum means nothing."""
 
-    part: Part
+    part: EventPart
     seconds: float
 
 

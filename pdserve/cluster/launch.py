@@ -27,9 +27,9 @@ from pdserve.cluster.driver.driver import RayDriver
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import (
     Event,
+    EventPart,
     Listener,
     LogsKept,
-    Part,
     PartReady,
     PartStarted,
     PoolsResized,
@@ -45,7 +45,7 @@ from pdserve.cluster.gpus.present import gpus_here
 from pdserve.cluster.keeping.elsewhere import drain_elsewhere
 from pdserve.cluster.keeping.order import check_settings, running_workers
 from pdserve.cluster.keeping.report import WorkerReport
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.record import ClusterFacts, ClusterRecord, SizeFacts, default_name, mark_of, marked, tie_to
 from pdserve.cluster.router.keeper import RouterKeeper
 from pdserve.cluster.router_process import STOP_TIMEOUT_S, Endpoints, RouterProcess
@@ -122,7 +122,7 @@ class Cluster:
         self._router_back_s = 0.0  # the time at which another router served
         self._pool: RayDriver | None = None
         self._actuator: Actuator | None = None
-        self._began: dict[Part, float] = {}
+        self._began: dict[EventPart, float] = {}
         self.endpoints: Endpoints | None = None
 
     def __enter__(self) -> Cluster:
@@ -173,7 +173,7 @@ class Cluster:
             self._assign_gpus(gpus_of(pool.nodes()))
             router = self._start_router(pool.node_host)
         self.endpoints = router.wait_ready(self._stop)
-        self._listener(PartReady(Part.ROUTER, router.process.start_s))
+        self._listener(PartReady(EventPart.ROUTER, router.process.start_s))
         self._start_workers(pool, self.endpoints, router.process.settings)
         self._started = True
         return self.endpoints
@@ -224,7 +224,7 @@ class Cluster:
 
     def _start_router(self, node_host: str) -> RouterKeeper:
         """Adopt the router that an earlier process left, or spawn one without waiting until it is ready."""
-        self._begin(Part.ROUTER)
+        self._begin(EventPart.ROUTER)
         process = RouterProcess(
             plan.router_config(self.config, self._token, node_host),
             folder=self._record.folder if self._record is not None else self.folders.private,
@@ -243,12 +243,12 @@ class Cluster:
         return self.config.router.drain_s + STOP_TIMEOUT_S
 
     def _connect_ray(self) -> RayDriver:
-        self._begin(Part.RAY)
+        self._begin(EventPart.RAY)
         log = log_file(self.folders.logs, "ray.log")
         self._pool = RayDriver(self.config, self.folders.private, self.name, log, self._hear)
         self._pool.begin()
         self._pool.wait_joined(self._stop)
-        self._listener(PartReady(Part.RAY, time.monotonic() - self._began[Part.RAY]))
+        self._listener(PartReady(EventPart.RAY, time.monotonic() - self._began[EventPart.RAY]))
         return self._pool
 
     def _start_workers(self, pool: RayDriver, endpoints: Endpoints, settings: RouterProcessConfig) -> None:
@@ -264,7 +264,7 @@ class Cluster:
         ordered = self._ordered_before()
         workers = plan.starting(running, ordered or plan.configured_sizes(self.config))
         plans = blueprint.plan_these(workers, pool.nodes(), hosts)
-        self._begin(Part.WORKERS)
+        self._begin(EventPart.WORKERS)
         port = RouterPort(reachable(endpoints.admin), self._token, f"pdserve up, pid {os.getpid()} at {pool.node_host}")
         self._actuator = Actuator(blueprint, pool, port, self._listener)
         if ordered is not None:
@@ -278,7 +278,7 @@ class Cluster:
         pool.launch(plans)
         self._router_back_s = time.monotonic()
         self._wait_started(pool, endpoints.admin)
-        self._listener(PartReady(Part.WORKERS, time.monotonic() - self._began[Part.WORKERS]))
+        self._listener(PartReady(EventPart.WORKERS, time.monotonic() - self._began[EventPart.WORKERS]))
 
     def _ordered_before(self) -> PoolSizes | None:
         """Return the sizes that operators ordered while an earlier process served; None: they have not, or settings changed."""
@@ -364,10 +364,10 @@ class Cluster:
 
     def _starter(self, member: Member, ready: set[str], now_s: float) -> quorum.Starter:
         failure = member.failure
-        if failure is None and member.state is State.GONE:
+        if failure is None and member.state is MemberState.GONE:
             failure = ClusterError(f"{member.worker_id} died too often; see {member.plan.log_dir}/{member.worker_id}.log")
-        loaded_s = now_s - max(member.since_s, self._router_back_s) if member.state is State.RUNNING else None
-        is_ready = member.state is State.RUNNING and member.worker_id in ready
+        loaded_s = now_s - max(member.since_s, self._router_back_s) if member.state is MemberState.RUNNING else None
+        is_ready = member.state is MemberState.RUNNING and member.worker_id in ready
         return quorum.Starter(member.worker_id, member.plan.role, failure, loaded_s, is_ready)
 
     def supervise(self) -> None:
@@ -481,7 +481,7 @@ class Cluster:
         if self._record is not None and self._record.owned and not self.left:
             self._record.remove()
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: EventPart) -> None:
         self._began[part] = time.monotonic()
         self._listener(PartStarted(part))
 

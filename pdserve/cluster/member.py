@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pdserve.cluster.actor import WorkerActor
 from pdserve.cluster.backoff import Backoff
-from pdserve.cluster.keeping.report import Place, WorkerReport
+from pdserve.cluster.keeping.report import NodePlace, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.core.errors import PdserveError
 from pdserve.observe.title import PREFIX
@@ -24,7 +24,7 @@ LONGEST_WAIT_S: Final = 60.0
 SETTING: Final = "max_restarts_per_hour"
 
 
-class State(Enum):
+class MemberState(Enum):
     """The state of a worker's present process."""
 
     NEW = "new"  # Ray was not asked yet
@@ -36,12 +36,16 @@ class State(Enum):
 
 
 _NEXT: Final = {
-    State.NEW: {State.PLACING},
-    State.PLACING: {State.LOADING, State.BACKING_OFF, State.GONE},
-    State.LOADING: {State.RUNNING, State.BACKING_OFF, State.GONE},
-    State.RUNNING: {State.RUNNING, State.BACKING_OFF, State.GONE},  # `load` is asked again after a lost connection
-    State.BACKING_OFF: {State.PLACING},
-    State.GONE: set[State](),
+    MemberState.NEW: {MemberState.PLACING},
+    MemberState.PLACING: {MemberState.LOADING, MemberState.BACKING_OFF, MemberState.GONE},
+    MemberState.LOADING: {MemberState.RUNNING, MemberState.BACKING_OFF, MemberState.GONE},
+    MemberState.RUNNING: {
+        MemberState.RUNNING,
+        MemberState.BACKING_OFF,
+        MemberState.GONE,
+    },  # `load` is asked again after a lost connection
+    MemberState.BACKING_OFF: {MemberState.PLACING},
+    MemberState.GONE: set[MemberState](),
 }
 
 
@@ -51,7 +55,7 @@ class Member:
 
     plan: WorkerPlan
     failure: PdserveError | None = None  # the reason why its first start failed; None: it has not, or a later one succeeded
-    state: State = State.NEW
+    state: MemberState = MemberState.NEW
     actor: Any = None
     pending: Any = None  # reference of the one open call; None while there is no process
     progress: Any = None  # reference of an open call that asks how far the loading is; None: none is open
@@ -95,8 +99,8 @@ class Member:
 
     def asked(self, actor: Any, node_id: str | None, now_s: float) -> None:
         """Enter PLACING: Ray was asked for `actor`. `node_id` None lets Ray choose the node."""
-        self.asked_s = now_s if self.state is State.NEW else self.asked_s
-        self._to(State.PLACING, now_s)
+        self.asked_s = now_s if self.state is MemberState.NEW else self.asked_s
+        self._to(MemberState.PLACING, now_s)
         self.actor, self.node_id, self.waits_for, self.said = actor, node_id, None, None
         self.pending = actor.place.remote()
 
@@ -115,15 +119,15 @@ class Member:
         self.said = why if news else self.said
         return news
 
-    def placed(self, place: Place, now_s: float) -> None:
+    def placed(self, place: NodePlace, now_s: float) -> None:
         """Enter LOADING: the process runs at `place`. Its actor is asked to start the worker."""
-        self._to(State.LOADING, now_s)
+        self._to(MemberState.LOADING, now_s)
         self.node_id, self.host, self.asked_progress_s = place.node_id, place.host, now_s
         self.pending = self._named(self.actor.load)
 
     def loaded(self, report: WorkerReport, now_s: float) -> None:
         """Enter RUNNING: the worker has started. Its actor is asked to watch it."""
-        self._to(State.RUNNING, now_s)
+        self._to(MemberState.RUNNING, now_s)
         self.report, self.first_start, self.progress, self.failure = report, False, None, None
         self.pending = self._named(self.actor.watch)
 
@@ -136,7 +140,7 @@ class Member:
 
         `place` and `load` give the same answer twice. In RUNNING `load` is asked, and `watch` follows its answer.
         """
-        self.pending = self.actor.place.remote() if self.state is State.PLACING else self._named(self.actor.load)
+        self.pending = self.actor.place.remote() if self.state is MemberState.PLACING else self._named(self.actor.load)
 
     def died(self, now_s: float, *, counts: bool) -> float | None:
         """Enter BACKING_OFF and return the seconds until the next start, or enter GONE and return None.
@@ -150,7 +154,7 @@ class Member:
         if counts:
             self._counted[pid] = now_s
         delay_s = self._backoff.next_delay_s(now_s) if counts else FIRST_WAIT_S
-        self._without_process(State.GONE if delay_s is None else State.BACKING_OFF, now_s)
+        self._without_process(MemberState.GONE if delay_s is None else MemberState.BACKING_OFF, now_s)
         self.again_s = now_s + (delay_s or 0.0)
         return delay_s
 
@@ -164,7 +168,7 @@ class Member:
     def gone(self, now_s: float) -> None:
         """Enter GONE: the worker has drained."""
         self.drained = True
-        self._without_process(State.GONE, now_s)
+        self._without_process(MemberState.GONE, now_s)
 
     def _named(self, method: Any) -> Any:
         """Call the actor. While the call runs, the title of its process is `ray::WorkerActor pdserve: decode-0`.
@@ -174,10 +178,10 @@ class Member:
         """
         return method.options(name=f"{WorkerActor.__name__} {PREFIX}{self.worker_id}").remote()
 
-    def _without_process(self, state: State, now_s: float) -> None:
+    def _without_process(self, state: MemberState, now_s: float) -> None:
         self._to(state, now_s)
         self.actor = self.pending = self.progress = self.report = self.node_id = None
 
-    def _to(self, state: State, now_s: float) -> None:
+    def _to(self, state: MemberState, now_s: float) -> None:
         assert state in _NEXT[self.state], f"{self.worker_id}: {self.state.value} -> {state.value}"
         self.state, self.since_s = state, now_s

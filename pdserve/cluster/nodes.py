@@ -57,7 +57,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class NodeView:
     """A Ray cluster at one moment."""
 
     address: str  # host:port of Ray's control service
@@ -93,7 +93,7 @@ def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str]
     return chosen
 
 
-def without_node(asked: Sequence[Needs], view: View) -> list[bool]:
+def without_node(asked: Sequence[Needs], view: NodeView) -> list[bool]:
     """Tell for each worker whether Ray still looks for its node.
 
     False means that its process is being started: the resources that it takes are then already in use, by itself.
@@ -106,7 +106,7 @@ def without_node(asked: Sequence[Needs], view: View) -> list[bool]:
     return waits[::-1]
 
 
-def waits_for(role: str, needs: Needs, view: View, *, placed: Sequence[tuple[str, Needs]], waiting: int) -> str | None:
+def waits_for(role: str, needs: Needs, view: NodeView, *, placed: Sequence[tuple[str, Needs]], waiting: int) -> str | None:
     """Return why a worker has no place and what mends that; None when a node has room, so Ray is starting the process.
 
     placed: (node id, needs) of our workers that have a place. waiting: the number of workers of the role that have none.
@@ -128,7 +128,7 @@ def waits_for(role: str, needs: Needs, view: View, *, placed: Sequence[tuple[str
     return f"{said}; the autoscaler " + (f"starts {', '.join(view.coming)}" if view.coming else "was asked for one")
 
 
-def start_command(needs: Needs, view: View, workers: int) -> str:
+def start_command(needs: Needs, view: NodeView, workers: int) -> str:
     """Return the command that makes a machine a node with room for `workers` workers with these needs.
 
     The command sends the token where the cluster takes one.

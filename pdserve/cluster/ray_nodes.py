@@ -9,7 +9,7 @@ import ray
 from ray import _raylet
 from ray.core.generated import autoscaler_pb2, common_pb2
 
-from pdserve.cluster.nodes import Node, Request, View
+from pdserve.cluster.nodes import Node, NodeView, Request
 from pdserve.core.settings.labels import LabelSelector
 
 LOOK_TIMEOUT_S: Final = 5.0
@@ -21,7 +21,7 @@ MOST_PENDING: Final = 1000  # requests that are alike and kept at most; other us
 _USABLE: Final = (_PROTOCOL.RUNNING, _PROTOCOL.IDLE)  # neither dead nor draining
 
 
-def look() -> View | None:
+def look() -> NodeView | None:
     """Ask Ray for its nodes. None means that Ray does not answer now, so nothing can be said about them."""
     address = str(ray.get_runtime_context().gcs_address)
     reply = _PROTOCOL.GetClusterStatusReply()
@@ -32,10 +32,10 @@ def look() -> View | None:
     return view_of(reply, address)
 
 
-def view_of(reply: Any, address: str) -> View:
+def view_of(reply: Any, address: str) -> NodeView:
     """Translate a `GetClusterStatusReply` of Ray's control service."""
     state = reply.autoscaling_state
-    return View(
+    return NodeView(
         address=address,
         nodes=tuple(_node(state) for state in reply.cluster_resource_state.node_states if state.status in _USABLE),
         pending=tuple(

@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.cluster.actor import WorkerActor
 from pdserve.cluster.errors import ClusterError, StartFailed, WorkerDied
 from pdserve.cluster.events import Listener, WorkerChanged, WorkerLoads, WorkerPhase
-from pdserve.cluster.keeping.report import Place, WorkerReport
-from pdserve.cluster.member import Member, State
-from pdserve.cluster.nodes import View, spread, waits_for, without_node
+from pdserve.cluster.keeping.report import NodePlace, WorkerReport
+from pdserve.cluster.member import Member, MemberState
+from pdserve.cluster.nodes import NodeView, spread, waits_for, without_node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.core.errors import ConfigError
 
@@ -44,7 +44,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, plans: Sequence[WorkerPlan], listener: Listener, *, look: Callable[[], View | None] | None = None
+        self, plans: Sequence[WorkerPlan], listener: Listener, *, look: Callable[[], NodeView | None] | None = None
     ) -> None:
         self._listener = listener
         self._members = [Member(plan) for plan in plans]
@@ -93,7 +93,7 @@ class WorkerPool:
     def forget(self, worker_id: str) -> None:
         """Forget a worker that is gone, so that its id is free."""
         member = self._named(worker_id)
-        assert member.state is State.GONE, member.state
+        assert member.state is MemberState.GONE, member.state
         self._members.remove(member)
 
     def move(self, worker_id: str, plan: WorkerPlan) -> None:
@@ -110,7 +110,7 @@ class WorkerPool:
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop all workers at the same time, within `timeout_s`, then end their processes for good. Idempotent."""
         members, self._members = self._members, []
-        calls = [member.actor.stop.remote(timeout_s) for member in members if member.state is State.RUNNING]
+        calls = [member.actor.stop.remote(timeout_s) for member in members if member.state is MemberState.RUNNING]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=timeout_s + 1.0)
         _end(members)
@@ -118,15 +118,15 @@ class WorkerPool:
     def _look_once(self, timeout_s: float) -> None:
         now = time.monotonic()
         for member in self._members:
-            if member.state is State.BACKING_OFF and now >= member.again_s:
+            if member.state is MemberState.BACKING_OFF and now >= member.again_s:
                 self._ask(member, *self._nodes_of([member]))
         for member in self._answered([member for member in self._members if member.pending is not None], timeout_s):
             self._heard(member)
-        for member in [member for member in self._members if member.state is State.LOADING]:
+        for member in [member for member in self._members if member.state is MemberState.LOADING]:
             self._follow(member, now)
         if now - self._explained_s >= EXPLAIN_S:
             self._explained_s = now
-            self._explain([member for member in self._members if member.state is State.PLACING])
+            self._explain([member for member in self._members if member.state is MemberState.PLACING])
 
     def _nodes_of(self, asked: Sequence[Member]) -> list[str | None]:
         """Return a node id for each worker, or None to let Ray choose.
@@ -183,8 +183,8 @@ class WorkerPool:
         if state is not None:
             self._listener(WorkerLoads(member.worker_id, state))
 
-    def _said(self, member: Member, answer: Place | WorkerReport | bool) -> None:
-        if isinstance(answer, Place):
+    def _said(self, member: Member, answer: NodePlace | WorkerReport | bool) -> None:
+        if isinstance(answer, NodePlace):
             member.placed(answer, time.monotonic())
             self._tell(member, WorkerPhase.LOADING, f"on {answer.host}" if member.plan.node_address else "")
         elif isinstance(answer, WorkerReport):
@@ -231,7 +231,7 @@ class WorkerPool:
         view = self._look() if self._look is not None and placing else None
         if view is None:
             return
-        placed = [(m.node_id, m.plan.needs) for m in self._members if m.node_id and m.state is not State.PLACING]
+        placed = [(m.node_id, m.plan.needs) for m in self._members if m.node_id and m.state is not MemberState.PLACING]
         waits = without_node([member.plan.needs for member in placing], view)
         for member, wait in zip(placing, waits, strict=True):
             alike = sum(each for other, each in zip(placing, waits, strict=True) if other.plan.role == member.plan.role)
@@ -264,7 +264,7 @@ def _options(plan: WorkerPlan, node_id: str | None, *, spread: bool) -> dict[str
 
 def _end(members: Sequence[Member]) -> None:
     """End the processes that still run, and their keepers. The process of a worker that could not start may run."""
-    started = [member.actor for member in members if member.actor is not None and member.state is not State.PLACING]
+    started = [member.actor for member in members if member.actor is not None and member.state is not MemberState.PLACING]
     if calls := [actor.end.remote() for actor in started]:  # a keeper that died ends nothing; the next one finds the process
         ray.wait(calls, num_returns=len(calls), timeout=END_TIMEOUT_S)
     for member in members:
@@ -274,12 +274,14 @@ def _end(members: Sequence[Member]) -> None:
 
 def _late(member: Member) -> str:
     """Return the failure of a worker that waits too long for a place, or loads for too long. Empty: it does not."""
-    if member.state not in (State.PLACING, State.LOADING) or (member.state is State.PLACING and not member.first_start):
+    if member.state not in (MemberState.PLACING, MemberState.LOADING) or (
+        member.state is MemberState.PLACING and not member.first_start
+    ):
         return ""
-    limit_s = PLACE_TIMEOUT_S if member.state is State.PLACING else member.plan.start_timeout_s
+    limit_s = PLACE_TIMEOUT_S if member.state is MemberState.PLACING else member.plan.start_timeout_s
     if time.monotonic() - member.since_s <= limit_s:
         return ""
-    setting = "" if member.state is State.PLACING else " (start_timeout_s)"
+    setting = "" if member.state is MemberState.PLACING else " (start_timeout_s)"
     return f"{member.worker_id}: not started after {limit_s:.0f} s{setting}; {member.waits_for or f'see {member.plan.log_dir}'}"
 
 

@@ -24,7 +24,7 @@ from ray._private import services
 
 from pdserve.cluster import processes, ray_nodes, record
 from pdserve.cluster.errors import ClusterError
-from pdserve.cluster.nodes import Node, View
+from pdserve.cluster.nodes import Node, NodeView
 from pdserve.cluster.plan import LOCAL_HOST, local_environment, local_resources
 from pdserve.cluster.ray_token import send_token_if_asked
 from pdserve.config import ClusterConfig
@@ -89,7 +89,7 @@ class RaySession:
         return not all(map(processes.alive, self._needed))
 
     @property
-    def look(self) -> Callable[[], View | None] | None:
+    def look(self) -> Callable[[], NodeView | None] | None:
         """A function that looks at the nodes of the joined cluster. None for a private Ray, where every worker fits."""
         return None if self._private else ray_nodes.look
 

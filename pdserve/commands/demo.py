@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pdserve.cluster.launch import Cluster
     from pdserve.commands.progress import StartView
-    from pdserve.commands.prompts import Stream
+    from pdserve.commands.prompts import PromptStream
     from pdserve.commands.stopping import StopSignals
     from pdserve.config import ClusterConfig
 
@@ -50,7 +50,7 @@ of a pool, so a small one starts sooner. Other models keep the default of `pdser
 
 
 @dataclass(slots=True)
-class Seen:
+class DemoSeen:
     """The things that must be gone at the end of the demonstration."""
 
     folders: list[Path] = field(default_factory=list)
@@ -83,7 +83,7 @@ def _demonstrate(config: ClusterConfig, stop: StopSignals) -> int:
     console = make_console()
     begun = time.monotonic() - age_s(os.getpid())
     before = Before.now()
-    seen = Seen()
+    seen = DemoSeen()
     status = 0
     try:
         _run(config, stop, console, seen, begun)
@@ -98,7 +98,7 @@ def _demonstrate(config: ClusterConfig, stop: StopSignals) -> int:
     return FAILED if left and not status else status
 
 
-def _run(config: ClusterConfig, stop: StopSignals, console: Console, seen: Seen, begun: float) -> None:
+def _run(config: ClusterConfig, stop: StopSignals, console: Console, seen: DemoSeen, begun: float) -> None:
     """Start the cluster, stream the prompts and print the tables.
 
     Raises `ClusterError` when a request failed or moved no KV, and `Interrupted` when a signal asked to stop.
@@ -137,14 +137,14 @@ def _requests() -> dict[str, tuple[str, Any]]:
     }
 
 
-def _problem(stream: Stream) -> str | None:
+def _problem(stream: PromptStream) -> str | None:
     """Return why a request does not count as served; None when it was served whole and its KV crossed between workers."""
     if stream.problem or stream.last is None:
         return stream.problem
     return None if stream.last.report.kv_bytes else "no KV bytes were moved between workers"
 
 
-def _remember(cluster: Cluster, seen: Seen) -> None:
+def _remember(cluster: Cluster, seen: DemoSeen) -> None:
     """Note the folders, addresses and processes that exist now, so that their absence can be checked later."""
     from pdserve.cluster.launch import reachable
     from pdserve.cluster.processes import descendants
@@ -168,7 +168,7 @@ def _say_start(
     imported_s: float,
     started_s: float,
     begun: float,
-    streams: Sequence[Stream],
+    streams: Sequence[PromptStream],
 ) -> None:
     """Print the parts of the time to the first token. They overlap: router and Ray start together, and so do workers."""
     from pdserve.commands import tables
@@ -187,7 +187,7 @@ def _say_start(
     console.print(made)
 
 
-def _say_left(console: Console, found: Sequence[str], seen: Seen) -> None:
+def _say_left(console: Console, found: Sequence[str], seen: DemoSeen) -> None:
     if found:
         for line in found:
             report(f"left behind: {line}", FAILED)

@@ -17,8 +17,8 @@ from rich.text import Text
 from pdserve.cluster.events import (
     ActuatorReplaced,
     Event,
+    EventPart,
     LogsKept,
-    Part,
     PartReady,
     PartStarted,
     PolicyChanged,
@@ -49,13 +49,13 @@ class StartView:
         self._after_ray = after_ray
         self._console = console
         self._live: Live | None = None
-        self._parts: dict[Part, float | None] = {}
+        self._parts: dict[EventPart, float | None] = {}
         self._workers: dict[str, WorkerChanged] = {}
         self._loads: dict[str, WorkerLoads] = {}
         self._line_s: dict[str, float] = {}
         self._spinner = Spinner("dots")
         self._began = time.monotonic()
-        self.seconds: dict[Part, float] = {}
+        self.seconds: dict[EventPart, float] = {}
 
     def __enter__(self) -> StartView:
         if self._console.is_terminal:
@@ -73,7 +73,7 @@ class StartView:
             self._parts[event.part] = None
         elif isinstance(event, PartReady):
             self._parts[event.part] = self.seconds[event.part] = event.seconds
-            if event.part is Part.RAY:
+            if event.part is EventPart.RAY:
                 self._after_ray()
         elif isinstance(event, WorkerChanged):
             self._workers[event.worker_id] = event

@@ -23,7 +23,7 @@ SHOWN_CHARS = 400  # a panel shows at most these last characters of an answer
 
 
 @dataclass(slots=True)
-class Stream:
+class PromptStream:
     """One request: its text so far, and its end. Only its own thread writes to it."""
 
     name: str
@@ -44,7 +44,7 @@ class Stream:
 class StreamView:
     """The view of all streams: panels on a terminal, and one line for each message elsewhere."""
 
-    def __init__(self, console: Console, streams: Sequence[Stream]) -> None:
+    def __init__(self, console: Console, streams: Sequence[PromptStream]) -> None:
         self._console = console
         self._streams = streams
         self._live = Live(self, console=console, refresh_per_second=REFRESHES_S) if console.is_terminal else None
@@ -58,7 +58,7 @@ class StreamView:
         if self._live:
             self._live.stop()
 
-    def piece(self, stream: Stream, message: inference_pb2.GenerateResponse) -> None:
+    def piece(self, stream: PromptStream, message: inference_pb2.GenerateResponse) -> None:
         """Show one message of a stream. Without a terminal each message is a line, so that a log shows tokens as they come."""
         if self._live is None and (message.text or message.finish_reason):
             self._console.print(f"{stream.name} +{message.index:<3d} {message.text!r}", markup=False, highlight=False)
@@ -77,12 +77,12 @@ def run(
     requests: Mapping[str, tuple[str, inference_pb2.GenerateRequest]],
     console: Console,
     stop: threading.Event,
-) -> list[Stream]:
+) -> list[PromptStream]:
     """Send all requests at the same time and wait until they have ended. Raises `Interrupted` once `stop` is set.
 
     requests: (prompt to show, request) by name.
     """
-    streams = [Stream(name, shown) for name, (shown, _) in requests.items()]
+    streams = [PromptStream(name, shown) for name, (shown, _) in requests.items()]
     answers = [client.generate(request) for _, request in requests.values()]
     with StreamView(console, streams) as view:
         threads = [
@@ -107,7 +107,7 @@ def _wait(threads: Sequence[threading.Thread], answers: Sequence[Answer], stop: 
         raise Interrupted
 
 
-def _follow(stream: Stream, answer: Answer, view: StreamView) -> None:
+def _follow(stream: PromptStream, answer: Answer, view: StreamView) -> None:
     try:
         for message in answer:
             if stream.first_token_at is None and message.ids:

@@ -32,7 +32,7 @@ class Bytes(click.ParamType[int]):
             self.fail(str(exc), param, ctx)
 
 
-class Names(click.ParamType[list[str]]):
+class OptionNames(click.ParamType[list[str]]):
     """A list of names: separated by commas, or as a JSON list, which is vLLM's form."""
 
     name = "list"
@@ -92,7 +92,7 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (
         ("--allowed-origins",),
         "router.allowed_origins",
-        Names(),
+        OptionNames(),
         "Origins of web pages that may use HTTP from a browser, as a list; * allows all (default: none).",
     ),
     (("--grpc-port",), "router.grpc_port", PORT, "Port for gRPC (default 50051); 0 takes any free port."),

@@ -32,7 +32,7 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 
 
-class Entry(NamedTuple):
+class StoryEntry(NamedTuple):
     """One thing that happened, as it is read. `at_s` is a time on the clock of the process that wrote the entry."""
 
     at_s: float
@@ -64,10 +64,13 @@ class Story:
         return 0
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[StoryEntry, ...]:
         """The entries that were kept, in order."""
         return tuple(
-            [Entry(at_s, kind.value, tuple([(n, _shown(v)) for n, v in given.items()])) for at_s, kind, given in self._notes]
+            [
+                StoryEntry(at_s, kind.value, tuple([(n, _shown(v)) for n, v in given.items()]))
+                for at_s, kind, given in self._notes
+            ]
         )
 
     @property

@@ -24,7 +24,7 @@ from pdserve.planner.limits import MOST_WORKERS, Targets
 from pdserve.planner.means import NO_MEAN, Mean
 from pdserve.planner.observations import Observations, PoolObserved
 from pdserve.planner.settings import PlannerSettings
-from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, Line, Room, Steps, room
+from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, SequenceRoom, StepLine, Steps, room
 from pdserve.planner.waits import wait_within, workers_for_wait
 
 BUSY_TRUST: Final = 2.0
@@ -104,7 +104,7 @@ class Workers:
         is_known = self.prompt_rate.weight >= 1 - math.exp(-FEWEST_BUSY_S / settings.memory_s)
         return self.prompt_rate.value if is_known else None
 
-    def for_slow_steps(self, each: Room, line: Line, tpot_s: float | None) -> float:
+    def for_slow_steps(self, each: SequenceRoom, line: StepLine, tpot_s: float | None) -> float:
         """Return the workers for all sequences that run now, if their steps are slower than the target. 0: they are not.
 
         Requests whose steps are too slow end later, so their number tells of a shortage before any of them has missed.
@@ -142,7 +142,7 @@ class Need:
     """The workers that the measured load of the pool needs."""
     prompt_workers: float = 0.0
     """The decode workers that are needed for the prompts that they compute."""
-    room: Room | None = None
+    room: SequenceRoom | None = None
     is_bounded: bool = False
     """Twice the busy prefill workers count as the load, which is less than the demand divided by the rate."""
     present_workers: float = 0.0

@@ -35,7 +35,7 @@ _SCALE: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StepLine:
     """The time of a step with n sequences: `fixed_s + sequence_s * n`."""
 
     fixed_s: float
@@ -81,7 +81,7 @@ class Steps:
         now = _moved(self.now or StepPoint(0, now_s), sequences, step_s, now_s, interval_s, settings.smoothing_s)
         return Steps(tuple(sorted([*others, point], key=lambda each: each.index)), now)
 
-    def line(self) -> Line | None:
+    def line(self) -> StepLine | None:
         """Return the line through the points. None: there is none."""
         if self.now is None:
             return None
@@ -89,9 +89,9 @@ class Steps:
         line = _theil_sen([point.at for point in self.points])
         if line is None or line.step_s(sequences) <= 0:
             slope = step_s / (FIXED_SEQUENCES + sequences)
-            return Line(FIXED_SEQUENCES * slope, slope)
+            return StepLine(FIXED_SEQUENCES * slope, slope)
         scale = min(max(step_s / line.step_s(sequences), 1 / _SCALE), _SCALE)
-        return Line(line.fixed_s * scale, line.sequence_s * scale)
+        return StepLine(line.fixed_s * scale, line.sequence_s * scale)
 
     def trusted(self) -> float:
         """Return the most sequences for which the line is believed."""
@@ -108,7 +108,7 @@ def _moved(point: StepPoint, sequences: float, step_s: float, now_s: float, inte
     )
 
 
-def _theil_sen(points: list[tuple[float, float]]) -> Line | None:
+def _theil_sen(points: list[tuple[float, float]]) -> StepLine | None:
     """Return the line with the median slope, at least 0, and a fixed part of at least 0. None: the points are too close."""
     counts = [count for count, _ in points]
     if len(points) < 2 or max(counts) < SPREAD * min(counts):
@@ -117,8 +117,8 @@ def _theil_sen(points: list[tuple[float, float]]) -> Line | None:
     slope = max(0.0, median((other[1] - one[1]) / (other[0] - one[0]) for one, other in pairs))
     fixed = median(step_s - slope * count for count, step_s in points)
     if fixed < 0:
-        return Line(0.0, median(step_s / count for count, step_s in points))
-    return Line(fixed, slope)
+        return StepLine(0.0, median(step_s / count for count, step_s in points))
+    return StepLine(fixed, slope)
 
 
 KNEE: Final = 0.05
@@ -127,7 +127,7 @@ be only a twentieth shorter, so a target that asks for fewer is not reached by m
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SequenceRoom:
     """The sequences that one decode worker should run, and what bounds them."""
 
     sequences: float
@@ -142,14 +142,14 @@ class Room:
 
 
 def room(
-    line: Line,
+    line: StepLine,
     trusted: float,
     tpot_s: float | None,
     max_sequences: float | None,
     kv_per_sequence: float | None,
     settings: PlannerSettings,
     spread: float = 0.0,
-) -> Room:
+) -> SequenceRoom:
     """Return the most sequences whose step meets the target, for which a worker has slots and KV, and that are believed.
 
     spread: the sequences come and go at random, so they exceed their mean by so many standard deviations (of Poisson's
@@ -168,7 +168,7 @@ def room(
         bounds.append((settings.kv_share / kv_per_sequence, f"{settings.kv_share:.0%} of its KV blocks"))
     sequences, bound = min(bounds)
     sequences = max(sequences, 1.0)
-    return Room(sequences, line.step_s(sequences), bound)
+    return SequenceRoom(sequences, line.step_s(sequences), bound)
 
 
 def _mean_below(most: float, spread: float) -> float:

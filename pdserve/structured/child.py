@@ -24,7 +24,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import Constraint
 from pdserve.observe.title import set_title
 from pdserve.structured.compiler import compile_grammar
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ def judge(vocabulary: Vocabulary, constraint: Constraint) -> Verdict:
     """Compile a constraint, and compute its first mask. Return the refusal, or an empty message."""
     field = f"structured_outputs.{constraint.kind.value}"
     try:
-        state = State(compile_grammar(vocabulary, constraint))
+        state = ConstraintState(compile_grammar(vocabulary, constraint))
     except InvalidRequest as exc:
         return exc.message, exc.field
     except MemoryError:

@@ -17,7 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import FIELD, Constraint
 from pdserve.structured.grammar_text import grammar_text
 from pdserve.structured.limits import LIMITS, MAX_COMPILED
-from pdserve.structured.state import State, one_line
+from pdserve.structured.state import ConstraintState, one_line
 from pdserve.structured.vocabulary import Vocabulary
 
 _PANIC: Final = "PanicException"  # of PyO3, which is no Exception
@@ -38,7 +38,7 @@ class Compiler:
         """Return the number of grammars that are kept."""
         return len(self._grammars)
 
-    def start(self, constraint: Constraint) -> State:
+    def start(self, constraint: Constraint) -> ConstraintState:
         """Return the state before the first output token. Raises `InvalidRequest`, which names what is not supported.
 
         A known constraint takes some microseconds. The states of a grammar share its lexer, which grows and changes no mask.
@@ -49,7 +49,7 @@ class Compiler:
                 self._grammars.move_to_end(constraint)
         if matcher is None:
             matcher = self._compile(constraint)
-        return State(matcher.deep_copy(), partial(self._forget, constraint))
+        return ConstraintState(matcher.deep_copy(), partial(self._forget, constraint))
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         matcher = self._matcher_of(constraint)

@@ -11,7 +11,7 @@ MOST_CHARS: Final = 400
 """The most characters of a line of the library's errors. Some quote a whole grammar, which may have 64 KiB."""
 
 
-class State:
+class ConstraintState:
     """The state of one sequence. It fulfils the protocol `GrammarState`. One thread uses it at a time."""
 
     __slots__ = ("_accepted", "_failed", "_failure", "_mask", "_matcher")

@@ -20,17 +20,17 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class TokenDecoder:
     """The decoder of a tokenizer: `to_bytes(token)`. `strip_leading_space` drops a space at the beginning of a text."""
 
     to_bytes: Callable[[str], bytes]
     strip_leading_space: bool
 
 
-def read_decoder(spec: Mapping[str, Any] | None) -> Decoder:
+def read_decoder(spec: Mapping[str, Any] | None) -> TokenDecoder:
     """Read the `decoder` of tokenizer.json. Raises `ConfigError` for a decoder that is not known."""
     if spec is not None and spec.get("type") == "ByteLevel":
-        return Decoder(_byte_level, strip_leading_space=False)
+        return TokenDecoder(_byte_level, strip_leading_space=False)
     if spec is not None and spec.get("type") == "Sequence":
         decoder = _byte_fallback(spec["decoders"])
         if decoder is not None:
@@ -38,7 +38,7 @@ def read_decoder(spec: Mapping[str, Any] | None) -> Decoder:
     raise ConfigError(f"the tokenizer's decoder is not supported: {spec}; supported: ByteLevel, ByteFallback sequences")
 
 
-def _byte_fallback(steps: list[dict[str, Any]]) -> Decoder | None:
+def _byte_fallback(steps: list[dict[str, Any]]) -> TokenDecoder | None:
     """Read the sequence of steps that Llama 2's tokenizer has, whose last step may be missing. None: another sequence."""
     if [step["type"] for step in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
         return None
@@ -52,7 +52,7 @@ def _byte_fallback(steps: list[dict[str, Any]]) -> Decoder | None:
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace(old, new).encode()
 
-    return Decoder(to_bytes, strip_leading_space=bool(rest))
+    return TokenDecoder(to_bytes, strip_leading_space=bool(rest))
 
 
 def _gpt2_table() -> dict[str, int]:

@@ -10,7 +10,7 @@ import tokenizers
 
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.token_bytes import Decoder, read_decoder
+from pdserve.text.token_bytes import TokenDecoder, read_decoder
 from pdserve.text.token_length import TokenBound
 from pdserve.text.utf8 import Utf8Stream
 
@@ -118,7 +118,7 @@ class Tokenizer:
         return Utf8Stream(strip_leading_space=self._strip_leading_space and not any(map(bytes_of, after)))
 
 
-def _token_bytes(backend: tokenizers.Tokenizer, decoder: Decoder, special: Container[int]) -> tuple[bytes, ...]:
+def _token_bytes(backend: tokenizers.Tokenizer, decoder: TokenDecoder, special: Container[int]) -> tuple[bytes, ...]:
     """Return the bytes of each token by id; those of special tokens are empty. 49,152 ids take 60 ms, once."""
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
-from kvtransfer.api import Device, DeviceKind, Region
+from kvtransfer.api import DeviceKind, Region, TransferDevice
 from kvtransfer.reads.thread import TransferThread
 from kvtransfer.staging.staging import Staging
 from pdserve.checkpoint.card import ModelCard
@@ -47,7 +47,7 @@ class KvDamage:
     rotted_blocks: int = 0
 
 
-class Role(Protocol):
+class HostedRole(Protocol):
     """The role of a worker, prefill or decode. All methods run on the loop thread."""
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
@@ -125,7 +125,7 @@ class Host:
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-async def close_role(role: Role, transfer: TransferThread) -> bool:
+async def close_role(role: HostedRole, transfer: TransferThread) -> bool:
     """Close role and transport at the same time: the role waits until its reads have stopped, and a read that does not stop by
     itself stops with the transport. The wait for the role ends after `CLOSE_TIMEOUT_S`. Return True if both have closed."""
     results = await asyncio.gather(_close_in_time(role), transfer.close(), return_exceptions=True)
@@ -137,12 +137,12 @@ async def close_role(role: Role, transfer: TransferThread) -> bool:
     return all(result is None for result in results)
 
 
-async def _close_in_time(role: Role) -> None:
+async def _close_in_time(role: HostedRole) -> None:
     async with asyncio.timeout(CLOSE_TIMEOUT_S):
         await role.close()
 
 
-RoleFactory = Callable[[Host], Role]
+RoleFactory = Callable[[Host], HostedRole]
 
 
 def region_of(kv: KvCache) -> Region:
@@ -150,7 +150,7 @@ def region_of(kv: KvCache) -> Region:
     return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
 
 
-def device_of(memory: Tensor) -> Device:
+def device_of(memory: Tensor) -> TransferDevice:
     """Return the device of a tensor as the transport names it."""
     kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
-    return Device(kind, memory.device.index or 0)
+    return TransferDevice(kind, memory.device.index or 0)

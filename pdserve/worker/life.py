@@ -37,7 +37,7 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import Host, close_role, region_of
 from pdserve.worker.kv_staging import StagedKv
-from pdserve.worker.member import Member
+from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import SetLending
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Life:
         self._lasting = lasting
         self._role = role
         config, engine = lasting.config, lasting.engine
-        self.member = Member(config, role, engine, pid=os.getpid(), niceness=lasting.niceness, flips=flips)
+        self.member = LinkMember(config, role, engine, pid=os.getpid(), niceness=lasting.niceness, flips=flips)
         self._regions = tuple(map(region_of, lasting.runner.kv.caches))
         self._transfer = self._make_transfer()
         caches = lasting.runner.kv.caches
@@ -179,7 +179,7 @@ def _cache_for(layout: KvGroup, caches: Sequence[KvCache]) -> KvCache:
     return next(cache for cache in caches if cache.layout.holds_the_same_as(layout))
 
 
-async def _watch_lag(member: Member) -> None:
+async def _watch_lag(member: LinkMember) -> None:
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + LAG_PERIOD_S

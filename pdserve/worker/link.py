@@ -49,7 +49,7 @@ FINAL_CODES: Final = frozenset(
 MakeBeats = Callable[[str, bytes, float], Beats]
 
 
-class Link:
+class RouterLink:
     """The link of one worker, which its loop owns. `on_command` gets each message of the router except Welcome and Alive.
     `on_lost` is called after each loss of a link that had been welcomed, and `after_beat` after each heartbeat. `on_welcome`
     gets the version of the link's protocol that both sides speak on the new link. `make_beats` starts the beats beside the

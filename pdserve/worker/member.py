@@ -23,8 +23,8 @@ from pdserve.rpc.beats import Beats
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_view import LOOK_S, EngineView
-from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, Role, RoleFactory
-from pdserve.worker.link import Link, MakeBeats
+from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, HostedRole, RoleFactory
+from pdserve.worker.link import MakeBeats, RouterLink
 from pdserve.worker.messages import SetBudget, StepEvents
 from pdserve.worker.prefix_log import PrefixCursor
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DRAIN_LOOK_S: Final = 0.1
 
 
-class Member:
+class LinkMember:
     """The membership of one worker in its cluster. Make it before the `Host`, which sends by its `link`; then call `start` with
     the host, and run the link."""
 
@@ -50,7 +50,7 @@ class Member:
         make_beats: MakeBeats | None = Beats,
     ) -> None:
         """`engine` is the view that the member before had, if the process served another role. `flips` counts these members."""
-        self.role: Role | None = None
+        self.role: HostedRole | None = None
         self.loop_lag_ms = 0.0
         self._config = config
         self._role_number = role_number
@@ -64,7 +64,7 @@ class Member:
         self._drain_asked = asyncio.Event()
         self._next_role: common_pb2.Role | None = None
         self._cursor = self._new_cursor()
-        self.link = Link(
+        self.link = RouterLink(
             config.router_address,
             config.cluster_token,
             self._hello,
@@ -204,7 +204,7 @@ class Member:
         reads_ended = host.transfer.num_unstopped == 0 and (host.staging is None or host.staging.idle)
         return role.idle and reads_ended and self._engine.empty
 
-    def _started(self) -> tuple[Host, Role]:
+    def _started(self) -> tuple[Host, HostedRole]:
         assert self._host is not None
         assert self.role is not None
         return self._host, self.role

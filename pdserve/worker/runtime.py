@@ -46,7 +46,7 @@ from pdserve.worker.engine_view import EngineView, step_timeout_s
 from pdserve.worker.kv_staging import most_staged_bytes
 from pdserve.worker.life import Lasting, Life
 from pdserve.worker.mailbox import Mailbox
-from pdserve.worker.member import Member
+from pdserve.worker.member import LinkMember
 from pdserve.worker.memory_report import MemoryReport
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
@@ -76,7 +76,7 @@ class RunningWorker:
         self._stop_requested: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._view: EngineView | None = None
-        self._member: Member | None = None
+        self._member: LinkMember | None = None
         self._started: Future[None] = Future()
         self.incarnation = Incarnation(0)
         """The incarnation of the present life; 0 before the first one. The address and the role are those of the same life."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.observe.story import Entry
+from pdserve.observe.story import StoryEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class WorkerPart:
 
     worker_id: str
     role: str
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[StoryEntry, ...] = ()
     left_out: int = 0
     missing: str = ""
 
@@ -27,7 +27,7 @@ class Explanation:
     arrived_s: float
     outcome: str
     """The state in which the request has ended. Empty: it runs."""
-    entries: tuple[Entry, ...]
+    entries: tuple[StoryEntry, ...]
     left_out: int
     parts: tuple[WorkerPart, ...]
     others: tuple[str, ...]

@@ -24,7 +24,7 @@ MAX_NAMES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DrainProgress:
     """The work that is left on a draining worker. `done`: the worker has left, and this is the last message."""
 
     requests_placed: int = 0
@@ -57,22 +57,22 @@ def find(router: AdminApi, worker_id: str, incarnation: int = 0) -> WorkerSnapsh
     return worker
 
 
-async def follow(look: Look, worker: WorkerSnapshot) -> AsyncIterator[Progress]:
+async def follow(look: Look, worker: WorkerSnapshot) -> AsyncIterator[DrainProgress]:
     """Yield the progress until this incarnation of the worker is gone. A worker of the same name that joins later is another
     one."""
     loop = asyncio.get_running_loop()
     began_s = told_s = loop.time()
-    told: Progress | None = None
+    told: DrainProgress | None = None
     while (left := _left_on(look, worker)) is not None:
         now_s = loop.time()
         if left != told or now_s - told_s >= QUIET_S:
             told, told_s = left, now_s
             yield replace(left, elapsed_s=now_s - began_s)
         await asyncio.sleep(LOOK_S)
-    yield Progress(elapsed_s=loop.time() - began_s, done=True)
+    yield DrainProgress(elapsed_s=loop.time() - began_s, done=True)
 
 
-async def follow_flip(look: Look, worker: WorkerSnapshot, role: Role) -> AsyncIterator[Progress]:
+async def follow_flip(look: Look, worker: WorkerSnapshot, role: Role) -> AsyncIterator[DrainProgress]:
     """Yield the progress until the worker has joined in its new role. The last message names its new incarnation.
 
     Raises `ReplicaLost` when the worker comes back in its old role, or not within `JOIN_TIMEOUT_S` after it has left: its
@@ -90,19 +90,19 @@ async def follow_flip(look: Look, worker: WorkerSnapshot, role: Role) -> AsyncIt
             raise ReplicaLost(f"{worker.hello.worker_id!r} has left and has not come back within {JOIN_TIMEOUT_S:.0f} s")
         if now_s - told_s >= QUIET_S:
             told_s = now_s
-            yield Progress(elapsed_s=now_s - began_s)
+            yield DrainProgress(elapsed_s=now_s - began_s)
         await asyncio.sleep(LOOK_S)
     if joined.hello.role is not role:
         raise ReplicaLost(
             f"{worker.hello.worker_id!r} has come back as a {joined.hello.role.value} worker: it was started anew"
         )
-    yield Progress(elapsed_s=loop.time() - began_s, done=True, incarnation=joined.hello.incarnation)
+    yield DrainProgress(elapsed_s=loop.time() - began_s, done=True, incarnation=joined.hello.incarnation)
 
 
-def _left_on(look: Look, worker: WorkerSnapshot) -> Progress | None:
+def _left_on(look: Look, worker: WorkerSnapshot) -> DrainProgress | None:
     """Return what is left on the worker. None: it has left."""
     now = look(worker.hello.worker_id)
     if now is None or now.hello.incarnation != worker.hello.incarnation:
         return None
     blocks = now.load.blocks.held + now.load.blocks.quarantined
-    return Progress(now.requests_placed, now.load.running_sequences, now.load.leases_held, blocks)
+    return DrainProgress(now.requests_placed, now.load.running_sequences, now.load.leases_held, blocks)

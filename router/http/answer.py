@@ -32,7 +32,7 @@ from router.openai.errors import encode_json
 from router.openai.logprobs import JoinedLists, LogprobsFormat, logprobs_format
 from router.openai.names import as_written
 from router.openai.request import Call, candidate_ids
-from router.openai.tool_chunks import Gathered, ReasoningTokens, tool_chunk
+from router.openai.tool_chunks import GatheredCall, ReasoningTokens, tool_chunk
 
 MIN_LISTED_BYTES: Final = 24
 """The JSON of one of the likeliest tokens has at least so many bytes: a number of 17 digits, and a short name in quotes. In a
@@ -48,7 +48,7 @@ class _Output:
     finish_reason: FinishReason
     logprobs: bytes
     """The log-probabilities as JSON, and behind them the member with those of the prompt, if it is asked for."""
-    gathered: Gathered
+    gathered: GatheredCall
     logprob: float
     """The log-probability of all tokens together, if it was asked for."""
     stop_reason: StopReason
@@ -308,7 +308,7 @@ async def _collect(
     ids: list[int] = []
     finish_reason, stop_reason = None, None
     told = JoinedLists()
-    gathered = Gathered()
+    gathered = GatheredCall()
     logprob = 0.0
     async for delta in generation:
         if view is not None:

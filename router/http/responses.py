@@ -24,7 +24,9 @@ async def respond(api: RouterApi, asked: ResponsesCall, reply: Reply) -> None:
     except InvalidRequest as exc:
         raise asked.names.renamed(exc) from exc
     try:
-        output = _Output(ResponseWriter(asked, api.model_name), ChatLogprobs(api.token_bytes) if asked.logprobs else None)
+        output = _ResponseOutput(
+            ResponseWriter(asked, api.model_name), ChatLogprobs(api.token_bytes) if asked.logprobs else None
+        )
         if asked.call.stream:
             await _stream(generation, output, reply)
         else:
@@ -38,7 +40,7 @@ async def respond(api: RouterApi, asked: ResponsesCall, reply: Reply) -> None:
         generation.close()
 
 
-class _Output:
+class _ResponseOutput:
     """Turns deltas into events. Log-probabilities are encoded as they come."""
 
     def __init__(self, writer: ResponseWriter, logprobs: ChatLogprobs | None) -> None:
@@ -53,7 +55,7 @@ class _Output:
         return self.writer.delta(delta, told[1:-1])
 
 
-async def _stream(generation: Generation, output: _Output, reply: Reply) -> None:
+async def _stream(generation: Generation, output: _ResponseOutput, reply: Reply) -> None:
     """Write the events. As in a chat, the stream opens with the first delta, so that an earlier error gets its own status."""
     opening = output.writer.opening()
     reply.on_failure(output.writer.failed)
@@ -78,7 +80,7 @@ async def _stream(generation: Generation, output: _Output, reply: Reply) -> None
     raise unfinished(generation)
 
 
-async def _whole(generation: Generation, output: _Output, reply: Reply) -> None:
+async def _whole(generation: Generation, output: _ResponseOutput, reply: Reply) -> None:
     async for delta in generation:
         reply.gather(len(output.events(delta)))
         if delta.finish_reason:

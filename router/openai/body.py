@@ -72,7 +72,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Raw = hint(False)
 
 
-class Part(Struct, forbid_unknown_fields=True):
+class ContentPart(Struct, forbid_unknown_fields=True):
     """One part of a message's content. Its type is checked before its other fields."""
 
     type: str
@@ -122,7 +122,7 @@ class Message(Struct, forbid_unknown_fields=True):
     """One message of a chat. Clients send back the messages of answers, so also their fields have a neutral value."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: Raw = msgspec.field(default_factory=json_null)
     tool_call_id: str | None = None
     name: str | None = None

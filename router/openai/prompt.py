@@ -7,7 +7,7 @@ from typing import Any, Final
 from pdserve.core.errors import ContextOverflow
 from pdserve.core.limits import MAX_MESSAGES
 from router.api.request import ChatMessage, Prompt
-from router.openai.body import Message, Part
+from router.openai.body import ContentPart, Message
 from router.openai.json import convert, refuse, show
 from router.openai.tools import message_calls
 from router.openai.unsupported import refuse_unsupported
@@ -94,7 +94,7 @@ def _message(message: Message, field: str) -> ChatMessage:
     return ChatMessage(_ROLES[message.role], content, calls, message.tool_call_id or "", message.name or "", reasoning)
 
 
-def _content(content: str | list[Part] | None, field: str) -> str:
+def _content(content: str | list[ContentPart] | None, field: str) -> str:
     """Return the text of a message. The texts of a list of parts are joined with line ends, as vLLM does."""
     if content is None:
         raise refuse(field, "is missing")
@@ -105,7 +105,7 @@ def _content(content: str | list[Part] | None, field: str) -> str:
     return "\n".join(_text(part, f"{field}[{i}]") for i, part in enumerate(content))
 
 
-def _text(part: Part, field: str) -> str:
+def _text(part: ContentPart, field: str) -> str:
     """Return the text of a part. What a model once refused with is text of its answer, as in vLLM."""
     if part.type not in ("text", "refusal"):
         raise refuse(f"{field}.type", f"{show(part.type)} is not supported; only 'text' and 'refusal' are")

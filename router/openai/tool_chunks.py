@@ -58,7 +58,7 @@ class ReasoningTokens:
             self._waiting = tokens
 
 
-class Gathered:
+class GatheredCall:
     """The calls and the reasoning of an answer that is not streamed."""
 
     def __init__(self) -> None:

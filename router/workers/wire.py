@@ -12,7 +12,7 @@ from pdserve.core.errors import MAX_MESSAGE_CHARS, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.limits import field_types
 from pdserve.core.worker import WorkerHello, WorkerLoad
-from pdserve.observe.story import MAX_ENTRIES, Entry, Shown, cut
+from pdserve.observe.story import MAX_ENTRIES, Shown, StoryEntry, cut
 from pdserve.rpc import codec
 from pdserve.rpc.codec import lease_id_from_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
@@ -33,7 +33,7 @@ class WorkExplained:
 
     link: ev.LinkId
     question: int
-    entries: tuple[Entry, ...]
+    entries: tuple[StoryEntry, ...]
     left_out: int
 
 
@@ -135,7 +135,7 @@ def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEven
 def _work_explained(link: ev.LinkId, m: story_pb2.WorkExplained) -> WorkExplained:
     """Keep as much as an honest worker tells: an operator gets the parts of all workers in one message."""
     entries = entries_from_wire(m.entries[:MAX_ENTRIES], since_s=0.0)
-    kept = [Entry(at_s, cut(kind), _fields(fields)) for at_s, kind, fields in entries if math.isfinite(at_s)]
+    kept = [StoryEntry(at_s, cut(kind), _fields(fields)) for at_s, kind, fields in entries if math.isfinite(at_s)]
     return WorkExplained(link, m.question, tuple(kept), m.left_out)
 
 

@@ -9,8 +9,8 @@ from decode_worker.role import DecodeRole
 from pdserve.core.errors import ErrorCode, InvalidRequest
 from pdserve.worker.host import KvDamage
 from prefill_worker.role import PrefillRole
-from sim.faults.client import Outcome
-from sim.faults.oracle import Answer, answer
+from sim.faults.client import CallOutcome
+from sim.faults.oracle import RightAnswer, answer
 from sim.faults.worker import SimWorker
 from sim.faults.world import World
 
@@ -50,7 +50,7 @@ _STANDING: Final = (
 """The tasks that live as long as their process or a connection. All other tasks must end with their request."""
 
 
-def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
+def check_outcome(outcome: CallOutcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
     """Check one request: its tokens are the oracle's, in order, none lost and none twice, as far as they came.
 
     A request that ends without an error must have all tokens. `bound_s`: the time by which it must have ended. A request
@@ -78,11 +78,11 @@ def check_outcome(outcome: Outcome, *, bound_s: float, had_time: bool = False, u
     return found
 
 
-def _compare(outcome: Outcome, expected: Answer) -> list[str]:
+def _compare(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
     return _compare_output(outcome, expected) or _compare_scores(outcome, expected)
 
 
-def _compare_scores(outcome: Outcome, expected: Answer) -> list[str]:
+def _compare_scores(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
     """Compare the scores of the prompt, which come once: with the first delta."""
     first, *others = [delta.prompt_logprobs for delta in outcome.deltas] or [expected.scores]
     if again := sum(map(len, others)):
@@ -93,7 +93,7 @@ def _compare_scores(outcome: Outcome, expected: Answer) -> list[str]:
     return [f"wrong score of prompt token {wrong[0]}: the KV of its past was not what it should be"] if wrong else []
 
 
-def _compare_output(outcome: Outcome, expected: Answer) -> list[str]:
+def _compare_output(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
     ids: list[int] = []
     text = ""
     for delta in outcome.deltas:

@@ -25,7 +25,7 @@ CONSTRAINTS: Final = tuple(Constraint(ConstraintKind.REGEX, text) for text in ("
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientAsk:
     """One request. All times are seconds of the timeline."""
 
     name: str
@@ -43,10 +43,10 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Outcome:
+class CallOutcome:
     """The answer to one request, as the client saw it. `ended_s` None: it has not ended."""
 
-    ask: Ask
+    ask: ClientAsk
     deltas: list[Delta] = field(default_factory=list)
     error: PdserveError | None = None
     report: Report | None = None
@@ -58,11 +58,11 @@ class Outcome:
         return self.ended_s is not None and self.error is None
 
 
-class Client:
+class SimClient:
     """A client that sends one request, once, to the router that lives then. `task` runs on that router's loop."""
 
-    def __init__(self, ask: Ask, now_s: Callable[[], float]) -> None:
-        self.outcome = Outcome(ask)
+    def __init__(self, ask: ClientAsk, now_s: Callable[[], float]) -> None:
+        self.outcome = CallOutcome(ask)
         self.task: asyncio.Task[None] | None = None
         self._now_s = now_s
 
@@ -106,7 +106,7 @@ class Client:
             self.outcome.ended_s = self._now_s()
 
 
-def _input_of(ask: Ask) -> GenerateInput:
+def _input_of(ask: ClientAsk) -> GenerateInput:
     params = ask.params
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -132,7 +132,7 @@ def _input_of(ask: Ask) -> GenerateInput:
     )
 
 
-def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[int, ...]], *, unruly: bool) -> Ask:
+def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[int, ...]], *, unruly: bool) -> ClientAsk:
     """Draw one request of a seed's workload. `unruly`: some clients leave early, and some have short deadlines."""
     prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 4, 7, 12, 18, 33, 50))))
     if rng.random() < 0.4:
@@ -151,7 +151,7 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
     )
     hurried = unruly and rng.random() < 0.1
     leaves = unruly and rng.random() < 0.15
-    return Ask(
+    return ClientAsk(
         name,
         at_s,
         prompt,
@@ -162,7 +162,7 @@ def draw_ask(name: str, at_s: float, rng: random.Random, prefixes: list[tuple[in
     )
 
 
-def with_scores(asks: list[Ask], rng: random.Random, share: float) -> list[Ask]:
+def with_scores(asks: list[ClientAsk], rng: random.Random, share: float) -> list[ClientAsk]:
     """Let a share of the requests ask for the scores of their prompts, with up to two likeliest ids for each token."""
     return [
         replace(ask, params=replace(ask.params, prompt_logprobs=rng.choice((0, 1, 2)))) if rng.random() < share else ask
@@ -170,7 +170,7 @@ def with_scores(asks: list[Ask], rng: random.Random, share: float) -> list[Ask]:
     ]
 
 
-def with_constraints(asks: list[Ask], rng: random.Random, share: float) -> list[Ask]:
+def with_constraints(asks: list[ClientAsk], rng: random.Random, share: float) -> list[ClientAsk]:
     """Give a share of the requests a constraint. Such a request asks for no least length."""
     return [
         replace(ask, constraint=rng.choice(CONSTRAINTS), params=replace(ask.params, min_tokens=0))
@@ -180,19 +180,19 @@ def with_constraints(asks: list[Ask], rng: random.Random, share: float) -> list[
     ]
 
 
-def with_poison(asks: list[Ask], rng: random.Random, count: int) -> list[Ask]:
+def with_poison(asks: list[ClientAsk], rng: random.Random, count: int) -> list[ClientAsk]:
     """Let so many requests end their workers, at their prompts or at one of their tokens."""
     poison = {ask.name for ask in rng.sample(asks, count)}
     return [replace(ask, ends_at=rng.choice((0, 0, 1, 4, 12))) if ask.name in poison else ask for ask in asks]
 
 
-def with_clients(asks: list[Ask], rng: random.Random, count: int) -> list[Ask]:
+def with_clients(asks: list[ClientAsk], rng: random.Random, count: int) -> list[ClientAsk]:
     """Let the requests come from so many clients, with two connections each. 0: nobody knows from whom they come."""
     clients = [(f"client{i}", f"connection{j}") for i in range(count) for j in range(2)]
     return [replace(ask, client=(*rng.choice(clients), ask.name)) for ask in asks] if clients else asks
 
 
-def with_siblings(asks: list[Ask], rng: random.Random, share: float, *, unruly: bool) -> list[Ask]:
+def with_siblings(asks: list[ClientAsk], rng: random.Random, share: float, *, unruly: bool) -> list[ClientAsk]:
     """Let a share of the requests lead a group of two to four choices, each with the next seed. `unruly`: the client of some
     siblings leaves, and some siblings come when their leader has gone on or has ended."""
     groups = []
@@ -204,7 +204,7 @@ def with_siblings(asks: list[Ask], rng: random.Random, share: float, *, unruly: 
     return groups
 
 
-def _sibling(ask: Ask, i: int, lag_s: float, rng: random.Random, *, unruly: bool) -> Ask:
+def _sibling(ask: ClientAsk, i: int, lag_s: float, rng: random.Random, *, unruly: bool) -> ClientAsk:
     return replace(
         ask,
         name=f"{ask.name}-{i}",

@@ -16,7 +16,7 @@ from pdserve.core.structured.constraint import Constraint
 from pdserve.structured.checker import GrammarChecker
 from pdserve.structured.child_process import ChildEnded, ChildProcess
 from pdserve.structured.compiler import Compiler
-from sim.faults.oracle import EOS, VOCAB_SIZE, Place
+from sim.faults.oracle import EOS, VOCAB_SIZE, OraclePlace
 from sim.world.process import Process
 
 KEPT: Final = 2  # grammars that a worker keeps
@@ -28,7 +28,7 @@ KILLED: Final = 0.02  # of the checks end with the process that checks
 class SimMatcher:
     """The calls of llguidance's LLMatcher that a state makes, over a language of the oracle."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: OraclePlace) -> None:
         self._place = place
         self._error = ""
 
@@ -71,7 +71,7 @@ class SimCompiler(Compiler):
         super().__init__(cast(Any, None), KEPT)
 
     def _matcher_of(self, constraint: Constraint) -> Any:
-        return SimMatcher(Place.start(constraint.text))
+        return SimMatcher(OraclePlace.start(constraint.text))
 
 
 class GrammarThread:

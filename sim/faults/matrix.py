@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.core.errors import ErrorCode
-from sim.faults.client import CONSTRAINTS, Ask
+from sim.faults.client import CONSTRAINTS, ClientAsk
 from sim.faults.engine import BLOCK_SIZE
 from sim.faults.faults import Fault, FaultKind
 from sim.faults.oracle import MAX_MODEL_LEN
@@ -23,7 +23,7 @@ from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_prefi
 from sim.faults.swarm import mapped
 from sim.faults.tap import Act, Cell, Census
 from sim.faults.transfer import ReadFaults
-from sim.faults.world import Shape
+from sim.faults.world import WorldShape
 from sim.world.network import Weather
 
 UNTIL_S: Final = 7.0
@@ -153,16 +153,16 @@ def _run(census: Census, *, rough: bool) -> RunReport:
     asks = draw_asks(rng, NUM_ASKS, until_s=UNTIL_S / 2, unruly=False)
     asks = [_with_field(number, ask) for number, ask in enumerate(asks)]
     if not rough:
-        return simulate(SEED, Shape(), calm_plan(UNTIL_S), asks, census)
+        return simulate(SEED, WorldShape(), calm_plan(UNTIL_S), asks, census)
     crowd = draw_asks(rng, 2 * NUM_ASKS, until_s=0.5, unruly=False)
     asks += [replace(ask, name=f"leaves-{ask.name}", leaves_after_s=0.02 * i) for i, ask in enumerate(crowd)]
     plan = replace(calm_plan(UNTIL_S), faults=ROUGH_FAULTS, weather=Weather(delay_s=0.03), reads=ReadFaults(failed=0.3))
-    shape = with_prefix_caching(Shape(), True)
+    shape = with_prefix_caching(WorldShape(), True)
     tight = replace(shape, decode=replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE))
     return simulate(SEED, tight, plan, asks, census)
 
 
-def _with_field(number: int, ask: Ask) -> Ask:
+def _with_field(number: int, ask: ClientAsk) -> ClientAsk:
     """Give a third of the requests a constraint, and let a third ask for the scores of their prompts."""
     if number % 3 == 0:
         return replace(ask, params=replace(ask.params, min_tokens=0), constraint=CONSTRAINTS[number % 2])

@@ -90,7 +90,7 @@ def tags_of(ids: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OraclePlace:
     """The place that an output has reached in a toy language. It depends on every output token and on their order, so a
     grammar that misses a token, takes one twice, or takes one of the prompt, allows other tokens."""
 
@@ -99,7 +99,7 @@ class Place:
     costly: bool = False
 
     @classmethod
-    def start(cls, text: str) -> Place:
+    def start(cls, text: str) -> OraclePlace:
         """Return the place before the first output token, in the language of a constraint."""
         return cls(chain(None, crc32(text.encode())), costly=text.startswith(COSTLY))
 
@@ -117,10 +117,10 @@ class Place:
         ids = {(first + i * stride) % VOCAB_SIZE for i in range(NUM_ALLOWED)} - {EOS}
         return tuple(sorted(ids | {EOS} if (self.tag >> 20) % 3 == 0 else ids))
 
-    def after(self, token_id: int) -> Place:
+    def after(self, token_id: int) -> OraclePlace:
         """Return the place after one more token, which must be allowed."""
         tag = chain(self.tag, token_id)
-        return Place(tag, token_id == EOS or (tag >> 40) % 24 == 0, self.costly)
+        return OraclePlace(tag, token_id == EOS or (tag >> 40) % 24 == 0, self.costly)
 
 
 def draw(
@@ -149,7 +149,7 @@ def score(tags: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RightAnswer:
     """The right answer to a request."""
 
     ids: tuple[int, ...]
@@ -160,18 +160,18 @@ class Answer:
     """Those of all prompt tokens but the first, if the request asks for them."""
 
 
-def answer(prompt: tuple[int, ...], params: SamplingParams, constraint: Constraint | None = None) -> Answer:
+def answer(prompt: tuple[int, ...], params: SamplingParams, constraint: Constraint | None = None) -> RightAnswer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
-    ids, text, reason = _output(prompt, params, None if constraint is None else Place.start(constraint.text))
+    ids, text, reason = _output(prompt, params, None if constraint is None else OraclePlace.start(constraint.text))
     if params.prompt_logprobs is None:
-        return Answer(ids, text, reason)
+        return RightAnswer(ids, text, reason)
     tags = tags_of(prompt)
     scores = [score(tags[:i], prompt[i], params.prompt_logprobs) for i in range(1, len(prompt))]
-    return Answer(ids, text, reason, tuple(scores))
+    return RightAnswer(ids, text, reason, tuple(scores))
 
 
 def _output(
-    prompt: tuple[int, ...], params: SamplingParams, place: Place | None
+    prompt: tuple[int, ...], params: SamplingParams, place: OraclePlace | None
 ) -> tuple[tuple[int, ...], str, FinishReason | None]:
     """Return the ids, the text and the finish reason of the output."""
     stop_ids = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)

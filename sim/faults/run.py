@@ -14,7 +14,7 @@ from pdserve.core.sampling import Placement, SamplingParams
 from sim.faults.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
 from sim.faults.client import (
     CALM_DEADLINE_S,
-    Ask,
+    ClientAsk,
     draw_ask,
     with_clients,
     with_constraints,
@@ -41,7 +41,7 @@ from sim.faults.oracle import MAX_MODEL_LEN, VOCAB_SIZE, answer
 from sim.faults.tap import Census
 from sim.faults.transfer import ReadFaults
 from sim.faults.worker import LOST_S, WorkerShape
-from sim.faults.world import LEASE, Shape, World
+from sim.faults.world import LEASE, World, WorldShape
 from sim.world.network import Weather
 
 FAULTS_S: Final = 12.0
@@ -131,7 +131,9 @@ def run_with_slow_reads(seed: int) -> RunReport:
     slow = 1 - 0.3 ** (1 / len(dtypes[0]))  # of 10 reads of all groups, 7 are slow
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=slow, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
-    shape = _with_window(_with_kv_dtypes(_with_patient_reads(Shape()), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)])
+    shape = _with_window(
+        _with_kv_dtypes(_with_patient_reads(WorldShape()), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
+    )
     return simulate(seed, shape, plan, asks, Census())
 
 
@@ -145,7 +147,7 @@ def run_with_role_flips(seed: int) -> RunReport:
     asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=FAULTS_S, unruly=True)
     dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
     shape = _with_window(
-        _with_kv_dtypes(with_prefix_caching(Shape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
+        _with_kv_dtypes(with_prefix_caching(WorldShape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
     return simulate(seed, shape, plan, asks, Census())
 
@@ -159,7 +161,7 @@ def run_with_sick_workers(seed: int) -> RunReport:
         faults += (Fault(6.0, FaultKind.KILL, "decode0", 2.0),)
     plan = FaultPlan(faults, Weather(), ReadFaults(), {}, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 120, until_s=FAULTS_S, unruly=False)
-    return simulate(seed, Shape(), plan, asks, Census())
+    return simulate(seed, WorldShape(), plan, asks, Census())
 
 
 def run_with_poison(seed: int) -> RunReport:
@@ -204,7 +206,7 @@ def run_with_broken_links(seed: int) -> RunReport:
     faults = tuple(Fault(0.5 + 0.4 * n + 0.3 * rng.random(), FaultKind.RESET, "router") for n in range(20))
     plan = FaultPlan(faults, Weather(delay_s=rng.choice((0.0002, 0.01))), ReadFaults(), {}, 9.0)
     asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=9.0, unruly=False)
-    return simulate(seed, with_prefix_caching(Shape(), True), plan, asks, Census())
+    return simulate(seed, with_prefix_caching(WorldShape(), True), plan, asks, Census())
 
 
 def run_with_adoptions(seed: int) -> RunReport:
@@ -221,19 +223,19 @@ def run_with_adoptions(seed: int) -> RunReport:
     weather = Weather(delay_s=0.005, link_loss=rng.choice((0.0, 0.002)))
     plan = FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at_s)), weather, ReadFaults(), {}, 15.0)
     asks = draw_asks(random.Random(f"{seed} workload"), 64, until_s=15.0, unruly=True)
-    return simulate(seed, with_prefix_caching(Shape(), True), plan, asks, Census())
+    return simulate(seed, with_prefix_caching(WorldShape(), True), plan, asks, Census())
 
 
-def _streams(seed: int, count: int, *, until_s: float) -> list[Ask]:
+def _streams(seed: int, count: int, *, until_s: float) -> list[ClientAsk]:
     """Draw requests with long answers."""
     asks = draw_asks(random.Random(f"{seed} workload"), count, until_s=until_s, unruly=False)
     return [replace(ask, params=SamplingParams(max_tokens=60, seed=ask.params.seed, ignore_eos=True)) for ask in asks]
 
 
-def _wide(step_s: float = STEP_S) -> Shape:
+def _wide(step_s: float = STEP_S) -> WorldShape:
     """Return a cluster whose workers have room for all requests."""
     wide = WorkerShape(num_blocks=1000, max_num_seqs=32, max_num_batched_tokens=64, lease=LEASE, step_s=step_s)
-    return Shape(prefill=wide, decode=wide, check_steps=False)
+    return WorldShape(prefill=wide, decode=wide, check_steps=False)
 
 
 def run_with_preemptions(seed: int) -> RunReport:
@@ -248,19 +250,19 @@ def run_with_preemptions(seed: int) -> RunReport:
     asks += [replace(short, name=f"short{i}", at_s=0.3 + 0.0075 * i) for i in range(200)]
     asks = [replace(ask, placement=Placement.COLOCATED) for ask in asks]
     dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
-    shape = with_prefix_caching(_with_kv_dtypes(Shape(), *dtypes), bool(seed & 4))
+    shape = with_prefix_caching(_with_kv_dtypes(WorldShape(), *dtypes), bool(seed & 4))
     narrow = replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE, max_num_batched_tokens=8)
     return simulate(seed, replace(shape, decode=narrow), calm_plan(6.0), asks, Census())
 
 
-def _with_fields(asks: list[Ask], seed: int) -> list[Ask]:
+def _with_fields(asks: list[ClientAsk], seed: int) -> list[ClientAsk]:
     """Let requests of half of the runs have scored prompts, and requests of half of the runs constraints."""
     scores, constraints = random.Random(f"{seed} scores"), random.Random(f"{seed} constraints")
     asks = with_scores(asks, scores, scores.choice((0.0, 0.4)))
     return with_constraints(asks, constraints, constraints.choice((0.0, 0.4)))
 
 
-def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:
+def _with_unequal_workers(shape: WorldShape, rng: random.Random) -> WorldShape:
     """Change the workers of two thirds of the runs.
 
     In one third, one worker of each pool has fewer blocks or slots, or takes shorter requests, than the other. In another
@@ -279,11 +281,11 @@ def _with_unequal_workers(shape: Shape, rng: random.Random) -> Shape:
     return replace(shape, unequal=unequal)
 
 
-def _with_priorities(asks: list[Ask], rng: random.Random) -> list[Ask]:
+def _with_priorities(asks: list[ClientAsk], rng: random.Random) -> list[ClientAsk]:
     return [replace(ask, priority=rng.choice((0, 0, -100, 1, 100))) for ask in asks]
 
 
-def with_prefix_caching(shape: Shape, on: bool) -> Shape:
+def with_prefix_caching(shape: WorldShape, on: bool) -> WorldShape:
     """Let all workers share blocks, or none."""
     return replace(shape, prefill=replace(shape.prefill, prefix_caching=on), decode=replace(shape.decode, prefix_caching=on))
 
@@ -292,15 +294,15 @@ def _with_wrong_bits(plan: FaultPlan, share: float) -> FaultPlan:
     return replace(plan, reads=replace(plan.reads, flipped=share))
 
 
-def _with_kv_dtypes(shape: Shape, prefill: tuple[str, ...], decode: tuple[str, ...]) -> Shape:
+def _with_kv_dtypes(shape: WorldShape, prefill: tuple[str, ...], decode: tuple[str, ...]) -> WorldShape:
     return replace(shape, prefill=replace(shape.prefill, kv_dtypes=prefill), decode=replace(shape.decode, kv_dtypes=decode))
 
 
-def _with_window(shape: Shape, window: int | None) -> Shape:
+def _with_window(shape: WorldShape, window: int | None) -> WorldShape:
     return replace(shape, prefill=replace(shape.prefill, window=window), decode=replace(shape.decode, window=window))
 
 
-def _with_patient_reads(shape: Shape) -> Shape:
+def _with_patient_reads(shape: WorldShape) -> WorldShape:
     """Let a read take longer than a lease lasts. Then only Commit keeps decode from using the KV of a late read."""
     lease = replace(LEASE, transfer_deadline_floor_s=2 * LEASE.ttl_s)
     return replace(shape, prefill=replace(shape.prefill, lease=lease), decode=replace(shape.decode, lease=lease))
@@ -311,14 +313,14 @@ def calm_plan(until_s: float) -> FaultPlan:
     return FaultPlan((), Weather(), ReadFaults(), {}, until_s)
 
 
-def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -> list[Ask]:
+def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -> list[ClientAsk]:
     """Draw the requests of a run. `unruly`: some clients leave early, and some have short deadlines."""
     prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in (8, 13, 24)]
     span_s = until_s * rng.choice((0.1, 0.5, 0.9))
     return [draw_ask(f"r{i}", 0.3 + rng.random() * span_s, rng, prefixes, unruly=unruly) for i in range(count)]
 
 
-def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: Census) -> RunReport:
+def simulate(seed: int, shape: WorldShape, plan: FaultPlan, asks: list[ClientAsk], census: Census) -> RunReport:
     """Run a cluster. `RunReport.problems` tells everything that is wrong; nothing is raised."""
     logging.disable(logging.CRITICAL)  # the checkers judge a run; formatting log lines would only take time
     gc_was_on = gc.isenabled()
@@ -359,7 +361,7 @@ def simulate(seed: int, shape: Shape, plan: FaultPlan, asks: list[Ask], census: 
     return report
 
 
-def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
+def _drive(world: World, asks: list[ClientAsk], report: RunReport) -> None:
     timeline, until_s = world.timeline, world.plan.until_s
     clients = [world.ask(ask) for ask in asks]
     latest_s = max([until_s, *(_bound_s(world, ask) for ask in asks)])
@@ -385,7 +387,7 @@ def _drive(world: World, asks: list[Ask], report: RunReport) -> None:
     _ask_afresh(world, report)
 
 
-def _bound_s(world: World, ask: Ask) -> float:
+def _bound_s(world: World, ask: ClientAsk) -> float:
     """Return the time by which a request must have ended.
 
     Its deadline runs on the router's clock. A router that was disturbed may notice it only after the faults.
@@ -396,13 +398,13 @@ def _bound_s(world: World, ask: Ask) -> float:
     return max(end_s, world.plan.until_s) + SLACK_S
 
 
-def _had_time(world: World, ask: Ask) -> bool:
+def _had_time(world: World, ask: ClientAsk) -> bool:
     """Tell whether a request that the last fault hit can be done again before its deadline."""
     redo_s = REDO_S + (FLIP_S if world.lacked_a_role else 0.0)
     return _deadline_s(world, ask) > world.plan.until_s + redo_s
 
 
-def _deadline_s(world: World, ask: Ask) -> float:
+def _deadline_s(world: World, ask: ClientAsk) -> float:
     return ask.at_s + ask.deadline_s / world.plan.clock_rates.get("router", 1.0)
 
 
@@ -468,8 +470,8 @@ def _ask_afresh(world: World, report: RunReport) -> None:
         report.problems += leftover_tasks(world)
 
 
-def _draw_shape(rng: random.Random) -> Shape:
-    shape = Shape(poison=rng.random() < 0.5, check_steps=rng.random() < 0.25)
+def _draw_shape(rng: random.Random) -> WorldShape:
+    shape = WorldShape(poison=rng.random() < 0.5, check_steps=rng.random() < 0.25)
     tight = rng.random() < 0.3
     shape = _with_patient_reads(shape) if rng.random() < 0.3 else shape
     return replace(

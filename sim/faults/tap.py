@@ -11,7 +11,7 @@ from sim.world.network import Fate
 from sim.world.process import Process
 
 if TYPE_CHECKING:
-    from sim.faults.client import Ask
+    from sim.faults.client import ClientAsk
     from sim.faults.worker import SimWorker
     from sim.faults.world import World
 
@@ -125,7 +125,7 @@ class Census:
         assert self.world is not None
         return next(worker for worker in self.world.workers.values() if worker.process is actor)
 
-    def _computed(self, actor: Process) -> list[tuple[SimWorker, Ask]]:
+    def _computed(self, actor: Process) -> list[tuple[SimWorker, ClientAsk]]:
         """Return the requests of clients that a worker computes."""
         assert self.world is not None
         worker = self._worker(actor)

@@ -39,7 +39,7 @@ class ReadFaults:
 
 
 @dataclass(slots=True)
-class Pools:
+class SimPools:
     """The KV pool of each worker's incarnation, and the faults of reads from them."""
 
     by_incarnation: dict[Incarnation, tuple[Process, dict[RemoteRegion, SimMemory]]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class SimTransfer(TransferThread):
         self,
         process: Process,
         memory: dict[LocalRegion, SimMemory],
-        pools: Pools,
+        pools: SimPools,
         network: Network,
         rng: random.Random,
         reached: Callable[[str, Process], None],

@@ -24,15 +24,15 @@ from pdserve.core.prefix_keys import KEY_BYTES
 from pdserve.core.step_plan import StepPlan
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_view import EngineView
-from pdserve.worker.host import TICKET_SECRET_BYTES, Host, Role, close_role
-from pdserve.worker.member import Member
+from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_role
+from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending
 from prefill_worker.role import PrefillRole
 from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv
 from sim.faults.grammars import GrammarThread, SimCompiler
 from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from sim.faults.staging import SimConverter, make_staging
-from sim.faults.transfer import Pools, SimTransfer
+from sim.faults.transfer import SimPools, SimTransfer
 from sim.world.channel import FakeChannel
 from sim.world.network import Network
 from sim.world.process import Process
@@ -80,7 +80,7 @@ class SimWorker:
         process: Process,
         shape: WorkerShape,
         network: Network,
-        pools: Pools,
+        pools: SimPools,
         rng: random.Random,
         reached: Callable[[str, Process], None],
         *,
@@ -146,7 +146,7 @@ class SimWorker:
         converter = SimConverter(process, rng)
         self.staging = make_staging(process, self.transfer, self.spec, self.kv, converter, rng, poison=self._poison)
         self._ticket_secret = rng.randbytes(TICKET_SECRET_BYTES)
-        self.member = Member(
+        self.member = LinkMember(
             self._config, ROLES[process.role], self.view, flips=self.lives, open_channel=self._open_channel, make_beats=None
         )
         self._tell = self.member.link.send
@@ -259,7 +259,7 @@ class SimWorker:
         return next_role if clean and not self.transfer.num_unstopped else None
 
     @property
-    def role(self) -> Role | None:
+    def role(self) -> HostedRole | None:
         """The worker's role; None before the start."""
         return self.member.role
 

@@ -12,12 +12,12 @@ from pdserve.config import LeaseConfig, RouterConfig
 from pdserve.core.errors import CannotFlip, InvalidRequest, StaleOrder, UnknownWorker
 from pdserve.core.worker import Role
 from sim.faults.actuator import RollingUpgrade, UpgradeWatch
-from sim.faults.client import Ask, Client
+from sim.faults.client import ClientAsk, SimClient
 from sim.faults.engine import Poison
 from sim.faults.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
 from sim.faults.recorded import MemoryNotes
 from sim.faults.router import SimRouter
-from sim.faults.transfer import Pools, ReadFaults
+from sim.faults.transfer import ReadFaults, SimPools
 from sim.faults.watch import CoreWatch
 from sim.faults.worker import SimWorker, WorkerShape
 from sim.world.clock import Timeline, bury
@@ -46,7 +46,7 @@ DECODE: Final = WorkerShape(num_blocks=48, max_num_seqs=8, max_num_batched_token
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorldShape:
     """The sizes of the cluster. They are small, so that pools fill and blocks are used again at once."""
 
     prefill: WorkerShape = PREFILL
@@ -72,14 +72,14 @@ class World:
     """One cluster with its network, clients and faults. `tap` and `reached` see every step of the protocol."""
 
     seed: int
-    shape: Shape
+    shape: WorldShape
     plan: FaultPlan
     tap: Tap
     reached: Callable[[str, Process], None]
     timeline: Timeline = field(default_factory=Timeline)
     processes: dict[str, Process] = field(default_factory=dict)
     workers: dict[str, SimWorker] = field(default_factory=dict)
-    clients: list[Client] = field(default_factory=list)
+    clients: list[SimClient] = field(default_factory=list)
     restarts: int = 0
     deaths: int = 0
     """The workers that died."""
@@ -95,7 +95,7 @@ class World:
     def __post_init__(self) -> None:
         self._orders: dict[str, tuple[Role, int]] = {}  # the last flip that the router was asked for, by worker
         self.network = Network(self.timeline, self._rng("network"), self.plan.weather, self.tap)
-        self.pools = Pools(faults=self.plan.reads)
+        self.pools = SimPools(faults=self.plan.reads)
         self.poison = Poison()
         self._world = Waker(self.timeline)
         self._graveyard: list[Process] = []
@@ -160,16 +160,16 @@ class World:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask) -> Client:
+    def ask(self, ask: ClientAsk) -> SimClient:
         """Add a client that sends its request at `ask.at_s`, or now if that has passed."""
-        client = Client(ask, lambda: self.timeline.now_s)
+        client = SimClient(ask, lambda: self.timeline.now_s)
         self.clients.append(client)
         if ask.ends_at is not None:
             self.poison.add(ask.name, ask.params.seed, ask.ends_at)
         self._world.post(max(0.0, ask.at_s - self.timeline.now_s), self._send, client)
         return client
 
-    def _send(self, client: Client) -> None:
+    def _send(self, client: SimClient) -> None:
         router, process = self.router, self.router.process
         if not process.alive or router.service is None:
             client.lost()

@@ -24,9 +24,9 @@ from router.core.policy.ranking import Rankings
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of
 from sim.perf.clock import Clock
-from sim.perf.report import Served, SimReport, Used
+from sim.perf.report import SimReport, SimServed, Used
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import SimDecodeWorker, SimPrefillWorker, SimWorker, WorkerShape, World
+from sim.perf.workers import PerfWorker, PerfWorkerShape, PerfWorld, SimDecodeWorker, SimPrefillWorker
 
 TICK_S = 0.1
 """The router's own interval while requests run."""
@@ -42,8 +42,8 @@ def calm_router(**settings: object) -> RouterConfig:
 class ClusterSpec:
     """A cluster: its workers and settings."""
 
-    prefill: Sequence[WorkerShape]
-    decode: Sequence[WorkerShape]
+    prefill: Sequence[PerfWorkerShape]
+    decode: Sequence[PerfWorkerShape]
     router: RouterConfig = field(default_factory=calm_router)
     block_size: int = 512
     prefix_caching: bool = True
@@ -58,7 +58,7 @@ class ClusterSpec:
     """It decides the phases of the heartbeats and what policies draw."""
 
 
-class Cluster:
+class PerfCluster:
     """One run of a cluster: its clock, its workers, the router's core, and the requests of a trace."""
 
     def __init__(
@@ -71,10 +71,10 @@ class Cluster:
         self._requests = requests
         self._on_end = on_end
         outputs = {_id(number): request.output_tokens for number, request in enumerate(requests)}
-        self._world = World(self.clock, self._tell, outputs, spec.block_size, spec.hop_s)
+        self._world = PerfWorld(self.clock, self._tell, outputs, spec.block_size, spec.hop_s)
         fingerprint = (*spec.prefill, *spec.decode)[0].costs.family
         self._salt = fingerprint.encode() if spec.prefix_caching else None
-        self.workers: dict[ev.LinkId, SimWorker] = {}
+        self.workers: dict[ev.LinkId, PerfWorker] = {}
         """The linked workers."""
         self._links = 0
         self._rng = random.Random(spec.seed)
@@ -117,7 +117,7 @@ class Cluster:
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
-    def _make(self, role: Role, worker_id: str, shape: WorkerShape, earlier: SimWorker | None = None) -> SimWorker:
+    def _make(self, role: Role, worker_id: str, shape: PerfWorkerShape, earlier: PerfWorker | None = None) -> PerfWorker:
         """Return a new worker, which gets the messages of a link of its own. `earlier` is the last life of its process."""
         make = SimPrefillWorker if role is Role.PREFILL else SimDecodeWorker
         link = self._new_link()
@@ -128,7 +128,7 @@ class Cluster:
         self._links += 1
         return ev.LinkId(self._links - 1)
 
-    def _join(self, worker: SimWorker) -> None:
+    def _join(self, worker: PerfWorker) -> None:
         self._handle(ev.WorkerJoined(worker.link, worker.hello()))
         self.clock.after(self._rng.random() * self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
 
@@ -197,7 +197,7 @@ class Cluster:
     def _end(self, request_id: RequestId, error: PdserveError | None, report: Report) -> None:
         request = self._open.pop(request_id)
         self._ended += 1
-        served = Served(
+        served = SimServed(
             request_id,
             (self._spec.judged_by or self._spec.classes)[request.slo_class],
             request.arrived_s,
@@ -212,7 +212,7 @@ class Cluster:
 
     # Time ----------------------------------------------------------------------------------------------------------
 
-    def _heartbeat(self, worker: SimWorker) -> None:
+    def _heartbeat(self, worker: PerfWorker) -> None:
         if not self._over and worker.link in self.workers:
             self._tell(ev.HeartbeatSeen(worker.link, worker.load()))
             if (delta := worker.prefix_delta()) is not None:
@@ -231,17 +231,17 @@ class Cluster:
         for worker in self.workers.values():
             self._note(worker)
 
-    def _note(self, worker: SimWorker) -> None:
+    def _note(self, worker: PerfWorker) -> None:
         engine, prefix = worker.engine, worker.engine.scheduler.prefix
         self.report.workers.append(Used(worker.worker_id, engine.steps, engine.busy_s, prefix.queried, prefix.hit))
 
 
 def simulate(spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callable[[], object] = lambda: None) -> SimReport:
     """Run a cluster over a trace, check that nothing is left, and return the report."""
-    return run_cluster(Cluster(spec, requests, on_end))
+    return run_cluster(PerfCluster(spec, requests, on_end))
 
 
-def run_cluster(cluster: Cluster) -> SimReport:
+def run_cluster(cluster: PerfCluster) -> SimReport:
     """Run a cluster, check that nothing is left, and return the report."""
     gc_was_on = gc.isenabled()
     gc.disable()  # nearly nothing is in a cycle, and to look for cycles takes a sixth of the time

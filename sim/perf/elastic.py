@@ -19,11 +19,11 @@ from pdserve.planner.observations import Observations
 from pdserve.planner.resizing import Cancel, Flip, Start, Step, steps_of
 from router.api.answer import Report
 from router.core import events as ev
-from sim.perf.cluster import Cluster, ClusterSpec
-from sim.perf.members import Happening, Member, Phase, for_steps
+from sim.perf.cluster import ClusterSpec, PerfCluster
+from sim.perf.members import Happening, MemberPhase, PerfMember, for_steps
 from sim.perf.report import ElasticReport, PoolsAt
 from sim.perf.traces import TraceRequest
-from sim.perf.watch import Watch
+from sim.perf.watch import PerfWatch
 
 DRAIN_LOOK_S: Final = 0.1
 """A worker that drains looks so often whether it is empty, as in production."""
@@ -51,7 +51,7 @@ class Elasticity:
     """The class whose requests tell the controller whether targets are met. None: all classes."""
 
 
-class ElasticCluster(Cluster):
+class ElasticCluster(PerfCluster):
     """One run of an elastic cluster. Its first workers are those of the `ClusterSpec`, and serve from the start."""
 
     def __init__(
@@ -67,9 +67,9 @@ class ElasticCluster(Cluster):
         self.controller = controller
         self.pools = ElasticReport()
         self._shapes = {Role.PREFILL: spec.prefill[0], Role.DECODE: spec.decode[0]}
-        self.members = [Member(w.worker_id, w.role, w.shape, 0.0, Phase.SERVING, w) for w in self.workers.values()]
+        self.members = [PerfMember(w.worker_id, w.role, w.shape, 0.0, MemberPhase.SERVING, w) for w in self.workers.values()]
         """The processes that have not gone, in the order of their starts."""
-        self._watch = Watch(self.core, elasticity.slo_class)
+        self._watch = PerfWatch(self.core, elasticity.slo_class)
         self._numbers = len(self.members)
         self.clock.after(elasticity.interval_s, self._control)
 
@@ -97,9 +97,9 @@ class ElasticCluster(Cluster):
         else:
             self._leave(member, Happening.FLIP if isinstance(step, Flip) else Happening.DRAIN)
 
-    def start(self, role: Role) -> Member:
+    def start(self, role: Role) -> PerfMember:
         """Order a process, whose worker joins after `start_s`."""
-        member = Member(WorkerId(f"{role.value}-{self._numbers}"), role, self._shapes[role], self.clock.now_s)
+        member = PerfMember(WorkerId(f"{role.value}-{self._numbers}"), role, self._shapes[role], self.clock.now_s)
         self._numbers += 1
         self.members.append(member)
         self.clock.after(self.elasticity.start_s, self._started, member)
@@ -107,13 +107,13 @@ class ElasticCluster(Cluster):
 
     # The lives of a process ----------------------------------------------------------------------------------------
 
-    def _started(self, member: Member) -> None:
-        if member.phase is Phase.STARTING:
+    def _started(self, member: PerfMember) -> None:
+        if member.phase is MemberPhase.STARTING:
             member.move(Happening.LOADED)
             member.worker = self._make(member.role, member.worker_id, member.shape)
             self._join(member.worker)
 
-    def _leave(self, member: Member, happening: Happening) -> None:
+    def _leave(self, member: PerfMember, happening: Happening) -> None:
         """Drain a member's worker, for good or for its other role."""
         assert member.worker is not None
         member.move(happening)
@@ -122,7 +122,7 @@ class ElasticCluster(Cluster):
         self._handle(ev.DrainAsked(member.worker.worker_id))
         self.clock.after(DRAIN_LOOK_S, self._look, member, False)
 
-    def _look(self, member: Member, was_empty: bool) -> None:
+    def _look(self, member: PerfMember, was_empty: bool) -> None:
         """End the life of a worker that is empty at two looks in a row: what it has last said has then arrived."""
         worker = member.worker
         assert worker is not None
@@ -133,13 +133,13 @@ class ElasticCluster(Cluster):
         member.move(Happening.EMPTY)
         del self.workers[worker.link]
         self._tell(ev.WorkerLeft(worker.link))
-        if member.phase is Phase.GONE:
+        if member.phase is MemberPhase.GONE:
             self._note(worker)
             self._gone(member)
         else:
             self.clock.after(self._spec.hop_s + self.elasticity.flip_s, self._flipped, member)
 
-    def _flipped(self, member: Member) -> None:
+    def _flipped(self, member: PerfMember) -> None:
         earlier = member.worker
         assert earlier is not None
         member.move(Happening.LOADED)
@@ -147,7 +147,7 @@ class ElasticCluster(Cluster):
         self.pools.flips += 1
         self._join(member.worker)
 
-    def _gone(self, member: Member) -> None:
+    def _gone(self, member: PerfMember) -> None:
         self.members.remove(member)
         if not self._over:
             self.pools.worker_s += self.clock.now_s - member.began_s

@@ -69,7 +69,7 @@ class EngineCounts(NamedTuple):
     decode_steps: int
 
 
-class SimEngine:
+class PerfEngine:
     """The engine of one worker. `publish` gets the events of each step."""
 
     def __init__(

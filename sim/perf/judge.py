@@ -20,7 +20,7 @@ from sim.perf.days import Day
 from sim.perf.elastic import Controller, ElasticCluster, Elasticity
 from sim.perf.loads import Load
 from sim.perf.oracle import INTERVALS, Oracle, find
-from sim.perf.report import ElasticReport, Served, SimReport
+from sim.perf.report import ElasticReport, SimReport, SimServed
 from sim.perf.statics import Split, best_of, run_split, search
 from sim.perf.traces import TraceRequest
 
@@ -46,7 +46,7 @@ class Below:
     """The longest time beyond what the start of a worker excuses."""
 
 
-def below(served: Sequence[Served], asked: float, rises_s: Sequence[float], excused_s: float) -> Below:
+def below(served: Sequence[SimServed], asked: float, rises_s: Sequence[float], excused_s: float) -> Below:
     """Find the windows of `WINDOW_REQUESTS` requests, by arrival, that were far below.
 
     Consecutive ones are one spell. `excused_s` counts from the last visible rise of the load that is no older than that, or

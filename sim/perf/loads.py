@@ -32,7 +32,7 @@ from sim.perf.costs import LLAMA2_70B_A100, CostModel, StepWork
 from sim.perf.days import Day
 from sim.perf.days import share as season_share
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 GROUPS: Final = ("tune", "check", "held-out")
 LOADS_OF_A_GROUP: Final = 8
@@ -58,7 +58,7 @@ TPOT_STEPS: Final = 1.4
 """The target for TPOT, in steps of one decode: the day of the public trace asks 60 ms of steps of 44 ms."""
 
 
-class Rate(Enum):
+class LoadRate(Enum):
     """The form of the rate over a day."""
 
     STEADY = "steady"
@@ -68,7 +68,7 @@ class Rate(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LoadTraffic:
     """The requests of one class."""
 
     slo: SloClass
@@ -85,10 +85,10 @@ class Load:
     """One load and the workers that serve it. The pools are sized for the first class, which has the tightest targets."""
 
     name: str
-    rate: Rate
+    rate: LoadRate
     levels: tuple[tuple[float, float], ...]
     """The rate over that of the peak, from each share of the day on. A season has none of its own."""
-    classes: tuple[Traffic, ...]
+    classes: tuple[LoadTraffic, ...]
     peak_workers: float
     """The workers that the peak keeps busy, at the batches that the targets allow."""
     prefill: CostModel
@@ -125,7 +125,7 @@ class Load:
     @property
     def spec(self) -> ClusterSpec:
         """The cluster with one worker of each role."""
-        prefill, decode = (WorkerShape(costs, max_num_batched_tokens=2048) for costs in (self.prefill, self.decode))
+        prefill, decode = (PerfWorkerShape(costs, max_num_batched_tokens=2048) for costs in (self.prefill, self.decode))
         classes = {one.slo.name: one.slo for one in self.classes}
         cached = any(one.cached_share for one in self.classes)
         return ClusterSpec([prefill], [decode], calm_router(), prefix_caching=cached, classes=classes)
@@ -149,7 +149,7 @@ class Load:
 
     def level(self, time_s: float, day: Day) -> float:
         """Return the rate over that of the peak."""
-        if self.rate is Rate.SEASON:
+        if self.rate is LoadRate.SEASON:
             return season_share(day.hour_of(time_s))
         return [level for begins, level in self.levels if begins * day.length_s <= time_s][-1]
 
@@ -198,7 +198,7 @@ class _Blocks:
         return tuple(range(self.used - count, self.used))
 
 
-def _request(at_s: float, classes: tuple[Traffic, ...], rng: Random, blocks: _Blocks) -> TraceRequest:
+def _request(at_s: float, classes: tuple[LoadTraffic, ...], rng: Random, blocks: _Blocks) -> TraceRequest:
     (number,) = rng.choices(range(len(classes)), [one.share for one in classes])
     one = classes[number]
     prompt = Lognormal(mean=one.prompt_tokens, sigma=LENGTH_SIGMA, most=8 * one.prompt_tokens).draw(rng)
@@ -223,7 +223,7 @@ def loads_of(group: str) -> list[Load]:
     assert group in GROUPS
     rng = Random(group)
     count = LOADS_OF_A_GROUP
-    rates = rng.sample([*Rate] * (count // 4), count)
+    rates = rng.sample([*LoadRate] * (count // 4), count)
     slow = rng.sample([(1.0, 1.0)] * (count // 2) + [(2.0, 1.0), (1.0, 2.0)] * (count // 4), count)
     mixed = rng.sample([True] * (count // 4) + [False] * (count - count // 4), count)
     ratios, cached, starts, peaks = (_strata(count, rng) for _ in range(4))
@@ -235,7 +235,7 @@ def loads_of(group: str) -> list[Load]:
 
 
 def _load(
-    name: str, rate: Rate, ratio: float, cached: float, slow: tuple[float, float], mixed: bool, start_s: float, peak: float,
+    name: str, rate: LoadRate, ratio: float, cached: float, slow: tuple[float, float], mixed: bool, start_s: float, peak: float,
     rng: Random,
 ) -> Load:  # fmt: skip
     prefill, decode = (LLAMA2_70B_A100.scaled(SLOWNESS * factor) for factor in slow)
@@ -243,21 +243,21 @@ def _load(
     ttft_s = TTFT_PROMPTS * prefill.prompt_s(prompt)
     tpot_s = TPOT_STEPS * decode.step_s(StepWork(decodes=1, context_tokens=prompt + output // 2))
     cached = _cached_tokens(prompt, cached) / prompt
-    classes = [Traffic(SloClass("default", ttft_s, tpot_s), 1.0 - 0.3 * mixed, prompt, output, cached)]
+    classes = [LoadTraffic(SloClass("default", ttft_s, tpot_s), 1.0 - 0.3 * mixed, prompt, output, cached)]
     if mixed:
-        classes.append(Traffic(SloClass("loose", 4.0 * ttft_s, 2.0 * tpot_s), 0.3, 2 * prompt, 2 * output, cached))
+        classes.append(LoadTraffic(SloClass("loose", 4.0 * ttft_s, 2.0 * tpot_s), 0.3, 2 * prompt, 2 * output, cached))
     return Load(name, rate, _levels(rate, rng), tuple(classes), peak, prefill, decode, start_s)
 
 
-def _levels(rate: Rate, rng: Random) -> tuple[tuple[float, float], ...]:
+def _levels(rate: LoadRate, rng: Random) -> tuple[tuple[float, float], ...]:
     match rate:
-        case Rate.STEADY:
+        case LoadRate.STEADY:
             return ((0.0, 1.0),)
-        case Rate.SEASON:
+        case LoadRate.SEASON:
             return ()
-        case Rate.STEPS:  # about every two hours of a day
+        case LoadRate.STEPS:  # about every two hours of a day
             return tuple([(n / 12.0, level) for n, level in enumerate([0.6, *(0.2 + 0.8 * s for s in _strata(11, rng))])])
-        case Rate.BURSTS:  # eight, of 10 to 40 minutes of a day each
+        case LoadRate.BURSTS:  # eight, of 10 to 40 minutes of a day each
             levels = [(0.0, 0.35)]
             for n in range(8):
                 begins = (n + 0.1 + 0.6 * rng.random()) / 8.0

@@ -10,10 +10,10 @@ from typing import Final
 from pdserve.core.ids import WorkerId
 from pdserve.core.worker import Role
 from pdserve.planner import resizing
-from sim.perf.workers import SimWorker, WorkerShape
+from sim.perf.workers import PerfWorker, PerfWorkerShape
 
 
-class Phase(Enum):
+class MemberPhase(Enum):
     """The state of one process."""
 
     STARTING = "starting"
@@ -36,7 +36,7 @@ class Happening(Enum):
     EMPTY = "empty"
 
 
-_P, _H = Phase, Happening
+_P, _H = MemberPhase, Happening
 MOVES: Final = {
     (_P.STARTING, _H.LOADED): _P.SERVING,
     (_P.STARTING, _H.CANCELLED): _P.GONE,
@@ -57,30 +57,30 @@ _FOR_STEPS: Final = {
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class PerfMember:
     """One process and its present life as a worker."""
 
     worker_id: WorkerId
     role: Role
     """The role that it serves in. It is the new role from the moment of a flip."""
-    shape: WorkerShape
+    shape: PerfWorkerShape
     began_s: float
-    phase: Phase = Phase.STARTING
-    worker: SimWorker | None = None
+    phase: MemberPhase = MemberPhase.STARTING
+    worker: PerfWorker | None = None
 
     def move(self, happening: Happening) -> None:
         """Change the phase. Raises KeyError for what cannot happen in this phase."""
         self.phase = MOVES[self.phase, happening]
 
 
-def for_steps(members: Iterable[Member]) -> list[resizing.PoolMember]:
+def for_steps(members: Iterable[PerfMember]) -> list[resizing.PoolMember]:
     """Return the members as the choice of the next steps wants them."""
     return [
         resizing.PoolMember(
             one.worker_id,
             one.role,
             _FOR_STEPS[one.phase],
-            ready=one.phase is Phase.SERVING,
+            ready=one.phase is MemberPhase.SERVING,
             work=one.worker.load().running_sequences if one.worker is not None else 0.0,
             since_s=one.began_s,
         )

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Final
 
 from pdserve.planner.limits import Limits, PoolSizes
-from sim.perf.report import ElasticReport, Served, SimReport
+from sim.perf.report import ElasticReport, SimReport, SimServed
 
 INTERVALS: Final = 48
 """The sizes may change so many times: each half hour of a day."""
@@ -58,7 +58,7 @@ def find(
     return None
 
 
-def _to_blame(missed: Sequence[Served], pools: ElasticReport, interval_s: float, intervals: int) -> dict[Place, float]:
+def _to_blame(missed: Sequence[SimServed], pools: ElasticReport, interval_s: float, intervals: int) -> dict[Place, float]:
     """Return the misses of each place.
 
     Slow tokens count in equal parts in the intervals from a request's arrival to its end. A first token that came late, or was

@@ -12,7 +12,7 @@ from router.api.answer import Report
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SimServed:
     """One request and its end. `error` is the code of the error that ended it; empty for a finished request."""
 
     request_id: str
@@ -53,7 +53,7 @@ class Used:
 class SimReport:
     """All requests of a run, in the order of their ends, and all workers."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[SimServed] = field(default_factory=list)
     workers: list[Used] = field(default_factory=list)
     span_s: float = 0.0
     """The virtual time from the first arrival to the last end."""
@@ -71,7 +71,7 @@ class SimReport:
         return sum(one.computed_tokens for one in self.served)
 
     @property
-    def finished(self) -> list[Served]:
+    def finished(self) -> list[SimServed]:
         """The requests that ended without an error."""
         return [one for one in self.served if not one.error]
 
@@ -91,7 +91,7 @@ class SimReport:
         by_class = {name: [one.attained for one in self.served if one.slo.name == name] for name in names}
         return {name: sum(met) / len(met) for name, met in by_class.items()}
 
-    def quantile(self, value: Callable[[Served], float], share: float) -> float:
+    def quantile(self, value: Callable[[SimServed], float], share: float) -> float:
         """Return the quantile of a value over the finished requests. 0 when there is none."""
         return quantile([value(one) for one in self.finished], share)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sim.perf.cluster import Cluster, ClusterSpec, run_cluster
+from sim.perf.cluster import ClusterSpec, PerfCluster, run_cluster
 from sim.perf.traces import TraceRequest
 
 
@@ -55,7 +55,7 @@ def run_split(
             raise _Hopeless
         on_end()
 
-    cluster = Cluster(spec, requests, judge)
+    cluster = PerfCluster(spec, requests, judge)
     try:
         report = run_cluster(cluster)
     except _Hopeless:

@@ -14,19 +14,19 @@ from sim.perf.clock import Clock
 
 
 @dataclass(slots=True)
-class Network:
+class PerfNetwork:
     """The network of one worker. `free_s` is the time at which its last read ends."""
 
     free_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class PerfLease:
     """The KV that a prefill worker lends for one request."""
 
     seq_id: SeqId
     prompt_tokens: int
-    network: Network
+    network: PerfNetwork
     ended: Callable[[SeqId], None]
     """The function that tells the lender that the lease has ended. The reader calls it once its commit has reached the
     lender."""
@@ -44,12 +44,12 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class Pull:
+class PerfPull:
     """The reads of one lease into the blocks that its reader has reserved. `done` is called once the commit is answered."""
 
     clock: Clock
-    lease: Lease
-    network: Network
+    lease: PerfLease
+    network: PerfNetwork
     block_size: int
     token_s: float
     """The seconds in which the KV of one token passes."""

@@ -25,8 +25,8 @@ from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev
 from sim.perf.clock import Clock
 from sim.perf.costs import CostModel
-from sim.perf.engine import SimEngine
-from sim.perf.transfer import Lease, Network, Pull
+from sim.perf.engine import PerfEngine
+from sim.perf.transfer import PerfLease, PerfNetwork, PerfPull
 
 _NUMBER_OF = {reason: number for number, reason in FINISH_BY_NUMBER.items()}
 _SEQ_ID = attrgetter("seq_id")
@@ -34,7 +34,7 @@ Tell = Callable[[ev.WorkerEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerShape:
+class PerfWorkerShape:
     """The sizes and costs of one worker. `kv_tokens` None: as many as the cost model says."""
 
     costs: CostModel
@@ -78,12 +78,12 @@ class Placed:
     work: ev.Work
     hits: int = 0
     """Tokens whose KV a decode worker had when it reserved."""
-    lease: Lease | None = None
-    pull: Pull | None = None
+    lease: PerfLease | None = None
+    pull: PerfPull | None = None
 
 
 @dataclass(slots=True)
-class World:
+class PerfWorld:
     """The parts that all workers of a cluster share."""
 
     clock: Clock
@@ -93,35 +93,35 @@ class World:
     block_size: int
     hop_s: float
     """The time of one message."""
-    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    leases: dict[LeaseId, PerfLease] = field(default_factory=dict)
     computed: dict[RequestId, int] = field(default_factory=dict)
     """The prompt tokens that were computed for each request, on whichever worker."""
 
 
-class SimWorker:
+class PerfWorker:
     """The part of a worker that both roles share."""
 
     role: Role
-    engine: SimEngine
+    engine: PerfEngine
     flips: int
     """The role flips since the start of the process."""
     _prefixes: PrefixLog
 
     def __init__(
         self,
-        world: World,
+        world: PerfWorld,
         link: ev.LinkId,
         worker_id: str,
-        shape: WorkerShape,
+        shape: PerfWorkerShape,
         prefix_salt: bytes | None,
-        earlier: SimWorker | None = None,
+        earlier: PerfWorker | None = None,
     ) -> None:
         """Make a worker. With `earlier`, which is idle and has left, it is the next life of the same process: it goes on with
         that one's engine and the KV that the engine has cached."""
         self.link = link
         self.worker_id = WorkerId(worker_id)
         self.shape = shape
-        self.network = Network()
+        self.network = PerfNetwork()
         self.engine = _engine(world, shape, prefix_salt) if earlier is None else earlier.engine
         self.engine.publish = self.on_step
         self.draining = False
@@ -231,8 +231,8 @@ class SimWorker:
         return rows, ended
 
 
-def _engine(world: World, shape: WorkerShape, prefix_salt: bytes | None) -> SimEngine:
-    return SimEngine(
+def _engine(world: PerfWorld, shape: PerfWorkerShape, prefix_salt: bytes | None) -> PerfEngine:
+    return PerfEngine(
         world.clock,
         shape.costs,
         lambda events: None,
@@ -245,7 +245,7 @@ def _engine(world: World, shape: WorkerShape, prefix_salt: bytes | None) -> SimE
     )
 
 
-class SimPrefillWorker(SimWorker):
+class SimPrefillWorker(PerfWorker):
     """A prefill worker: it computes prompts and lends their KV."""
 
     role = Role.PREFILL
@@ -288,7 +288,7 @@ class SimPrefillWorker(SimWorker):
             return
         lease_id = LeaseId(Incarnation(self.link), lent.seq_id)
         tokens = len(placed.work.spec.prompt_ids) + len(placed.work.resumed)
-        placed.lease = self._world.leases[lease_id] = Lease(placed.seq_id, tokens, self.network, self._ended)
+        placed.lease = self._world.leases[lease_id] = PerfLease(placed.seq_id, tokens, self.network, self._ended)
         self._send(ev.PrefillStarted(self.link, placed.handle, lease_id, b"", lent.hits * self._world.block_size))
 
     def _advance(self, seq_id: SeqId, computed: int) -> None:
@@ -316,7 +316,7 @@ class SimPrefillWorker(SimWorker):
             self.engine.submit(ReturnLease(seq_id))
 
 
-class SimDecodeWorker(SimWorker):
+class SimDecodeWorker(PerfWorker):
     """A decode worker: it reserves, reads KV and decodes, or computes prompts itself."""
 
     role = Role.DECODE
@@ -363,7 +363,7 @@ class SimDecodeWorker(SimWorker):
         if placed is None or lease is None:
             return  # the request was cancelled meanwhile
         costs = self.shape.costs
-        placed.pull = Pull(
+        placed.pull = PerfPull(
             self._world.clock,
             lease,
             self.network,
@@ -375,7 +375,7 @@ class SimDecodeWorker(SimWorker):
         )
         placed.pull.start()
 
-    def _activate(self, placed: Placed, lease: Lease) -> None:
+    def _activate(self, placed: Placed, lease: PerfLease) -> None:
         assert placed.pull is not None
         assert lease.first_token is not None
         tokens, took_s = lease.prompt_tokens - placed.hits, placed.pull.busy_s

@@ -80,7 +80,7 @@ class StreamCall:
         self.cancelled = False
         self._serialize = serialize
         self._deserialize = deserialize
-        self._connection: Connection | None = None
+        self._connection: SimConnection | None = None
         self._early: list[tuple[tuple[str, ...], bytes]] = []
 
     def __aiter__(self) -> StreamCall:
@@ -114,7 +114,7 @@ class StreamCall:
             self._connection.hang_up()
         return True
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: SimConnection) -> None:
         """Take the connection that was opened, and send the messages that waited for it."""
         self._connection = connection
         for steps, data in self._early:
@@ -129,7 +129,7 @@ class ServerContext:
     """The server's end of a call, as the handler sees it. A unary call has no connection, handler and loop."""
 
     def __init__(
-        self, metadata: Any, connection: Connection | None = None, handler: Any = None, loop: SimLoop | None = None
+        self, metadata: Any, connection: SimConnection | None = None, handler: Any = None, loop: SimLoop | None = None
     ) -> None:
         self._metadata = metadata
         self._connection = connection
@@ -205,7 +205,7 @@ class Pipe:
         return self._last_s - now_s
 
 
-class Connection:
+class SimConnection:
     """The connection between the two ends and the server's handler.
 
     It ends once: the client hangs up, the handler returns, the connection breaks, or a process dies.
@@ -328,7 +328,7 @@ def open_stream(
         return
     is_link = path.endswith("/Connect")
     loss = (lambda: network.weather.link_loss) if is_link else (lambda: network.weather.watch_loss)
-    connection = Connection(network, call, client, process, server, server.handlers[path], loss, metadata)
+    connection = SimConnection(network, call, client, process, server, server.handlers[path], loss, metadata)
     process.loop.post(network.delay_s(), connection.start)
     call.connected(connection)
 

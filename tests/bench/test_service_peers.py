@@ -16,7 +16,7 @@ from bench.service.comparison import Comparison, order_of
 from bench.service.floor import Floor
 from bench.service.servers import Server
 from pdserve.bench.report.summary import Distribution
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 
 CELL = Cell(256, 64, 2, 2, 2.0)
@@ -28,8 +28,8 @@ def turn(rate: float, itl_p99_s: float = 0.1, texts: tuple[str, ...] = ("abcd", 
     return Turn(rate, same, same, 0.0, texts)
 
 
-def row(number: int, tokens: int = 64, error: str = "") -> Row:
-    return Row(number, 0.0, 0.0, 1.0, 256, tokens, ((0.5, tokens),), error=error)
+def row(number: int, tokens: int = 64, error: str = "") -> BenchRow:
+    return BenchRow(number, 0.0, 0.0, 1.0, 256, tokens, ((0.5, tokens),), error=error)
 
 
 def comparison(rates: dict[str, float], cell: Cell = CELL) -> Comparison:

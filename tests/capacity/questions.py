@@ -6,17 +6,17 @@ from typing import Any
 
 from pdserve.capacity.devices import device
 from pdserve.capacity.model_source import find_model
-from pdserve.capacity.question import Question, Shares
+from pdserve.capacity.question import CapacityQuestion, CapacityShares
 from pdserve.capacity.worker_speed import WorkerSpeed
 
-FLOORS = Shares(1.0, 1.0, 1.0)
+FLOORS = CapacityShares(1.0, 1.0, 1.0)
 
 
-def ask(model: str = "llama-3-8b", gpu: str = "h100-sxm", **rest: Any) -> Question:
+def ask(model: str = "llama-3-8b", gpu: str = "h100-sxm", **rest: Any) -> CapacityQuestion:
     """Return a question about a named model on a named GPU."""
-    return Question(find_model(model), device(gpu), **rest)
+    return CapacityQuestion(find_model(model), device(gpu), **rest)
 
 
-def worker_of(question: Question, tp: int = 1) -> WorkerSpeed:
+def worker_of(question: CapacityQuestion, tp: int = 1) -> WorkerSpeed:
     """Return one worker of the question."""
     return WorkerSpeed(question, tp)

@@ -145,11 +145,11 @@ def test_every_named_model_and_every_gpu_has_an_answer() -> None:
     from pdserve.capacity.answer import answer
     from pdserve.capacity.devices import devices
     from pdserve.capacity.model_source import find_model, published_models
-    from pdserve.capacity.question import Question
+    from pdserve.capacity.question import CapacityQuestion
     from pdserve.commands.capacity.command import plain
 
     for model, gpu in zip(published_models(), itertools.cycle(devices().values()), strict=False):
-        question = Question(find_model(model), gpu, isl=512, osl=64)
+        question = CapacityQuestion(find_model(model), gpu, isl=512, osl=64)
         json.dumps(plain(question, answer(question)), allow_nan=False)
 
 

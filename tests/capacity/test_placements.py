@@ -23,7 +23,7 @@ from pdserve.capacity.placements import (
     queue_s,
     transfer_s,
 )
-from pdserve.capacity.question import Question
+from pdserve.capacity.question import CapacityQuestion
 from pdserve.capacity.verdict import LEVERS, best_split, goodput_apart, judge
 from tests.capacity.questions import FLOORS, ask, worker_of
 
@@ -97,7 +97,7 @@ QUESTIONS = st.fixed_dictionaries(
 )
 
 
-def rates(question: Question, link: float = 25e9) -> tuple[float, ...]:
+def rates(question: CapacityQuestion, link: float = 25e9) -> tuple[float, ...]:
     worker = worker_of(question)
     found = prefill_rate(worker, link), decode_rate(worker, link), colocated_rate(worker)
     return tuple(rate.requests_per_s for rate in found)
@@ -211,7 +211,7 @@ def test_every_constraint_is_found_by_name() -> None:
         worker = worker_of(ask("llama-3-8b", **changes))
         return decode_rate(worker, question_link(worker.question)).bound
 
-    def question_link(question: Question) -> float:
+    def question_link(question: CapacityQuestion) -> float:
         return question.link_of(1).bytes_per_s
 
     assert bound(tpot_s=1.0) == "memory"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.capacity.answer import answer, degrees, fits
 from pdserve.capacity.model_source import find_model
-from pdserve.capacity.question import Shares
+from pdserve.capacity.question import CapacityShares
 from pdserve.capacity.worker_speed import BLOCK_SIZE, bound_by, e2e_s, last_true, roofline_s
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from tests.capacity.questions import FLOORS, ask, worker_of
@@ -48,7 +48,7 @@ def test_a_decode_step_of_llama_2_70b_is_the_time_to_read_its_weights() -> None:
 
 
 def test_a_prompt_is_the_time_of_its_operations() -> None:
-    model, worker = find_model("llama-2-70b"), worker_of(ask("llama-2-70b", gpus=1, shares=Shares(0.5, 1, 1)))
+    model, worker = find_model("llama-2-70b"), worker_of(ask("llama-2-70b", gpus=1, shares=CapacityShares(0.5, 1, 1)))
     scores = 80 * 64 * 2 * 2 * 128 * (2048 * 2049 // 2)  # layers, heads, two products of 128 numbers, pairs
     flops = 2 * model.shape.layer_numbers * 2048 + 2 * 32000 * 8192 + scores
     assert worker.prefill_s(2048) == pytest.approx(flops / (0.5 * 989.4e12))

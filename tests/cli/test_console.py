@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pdserve.cluster.events import Event, Part, PartStarted
+from pdserve.cluster.events import Event, EventPart, PartStarted
 from pdserve.cluster.launch import Cluster
 from pdserve.config import ClusterConfig
 
@@ -47,4 +47,4 @@ def test_a_listener_that_fails_ends_nothing() -> None:
     def fails(_event: Event) -> None:
         raise OSError("no space left")
 
-    Cluster(ClusterConfig(), stop=threading.Event(), listener=fails)._hear(PartStarted(Part.RAY))
+    Cluster(ClusterConfig(), stop=threading.Event(), listener=fails)._hear(PartStarted(EventPart.RAY))

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from pdserve.cli import main
 from pdserve.commands import demo, requests, settings
 from pdserve.commands.failures import one_line_errors
-from pdserve.commands.prompts import Stream
+from pdserve.commands.prompts import PromptStream
 from pdserve.config import ClusterConfig
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.core.sampling import Placement
@@ -240,10 +240,12 @@ def test_every_way_to_pick_tokens_has_its_flag() -> None:
 
 def test_demo_counts_only_requests_whose_kv_crossed() -> None:
     last = inference_pb2.GenerateResponse(report=inference_pb2.RequestReport(kv_bytes=1))
-    assert demo._problem(Stream("r", "p", last=last)) is None
-    assert demo._problem(Stream("r", "p", last=inference_pb2.GenerateResponse())) == "no KV bytes were moved between workers"
-    assert demo._problem(Stream("r", "p", error="broke")) == "broke"
-    assert demo._problem(Stream("r", "p")) == "the stream ended before the request did"
+    assert demo._problem(PromptStream("r", "p", last=last)) is None
+    assert (
+        demo._problem(PromptStream("r", "p", last=inference_pb2.GenerateResponse())) == "no KV bytes were moved between workers"
+    )
+    assert demo._problem(PromptStream("r", "p", error="broke")) == "broke"
+    assert demo._problem(PromptStream("r", "p")) == "the stream ended before the request did"
 
 
 @pytest.mark.parametrize("flag", [("--name", "mine"), ("--leave-running",)])

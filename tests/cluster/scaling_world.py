@@ -10,10 +10,10 @@ from unittest.mock import MagicMock
 
 from pdserve.cluster import plan
 from pdserve.cluster.events import Event, WorkerChanged, WorkerPhase
-from pdserve.cluster.keeping.report import Place
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.keeping.report import NodePlace
+from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.scaling.actuator import Actuator
-from pdserve.cluster.scaling.port import Poll, Refused, Replaced, Unanswered, _order
+from pdserve.cluster.scaling.port import PlanRefused, Poll, Replaced, Unanswered, _order
 from pdserve.config import ClusterConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
@@ -117,10 +117,10 @@ class World:
             raise Unanswered("the connection broke")
         worker = self.workers.get(worker_id)
         if worker is None or not worker.linked or worker.incarnation != incarnation:
-            raise Refused("it is another one now", stale=True)
+            raise PlanRefused("it is another one now", stale=True)
         self.mailbox.check_term(self.term)
         if what == "flip" and (worker.obstacle or worker.refuses):
-            raise Refused(worker.obstacle or worker.refuses, stale=False)
+            raise PlanRefused(worker.obstacle or worker.refuses, stale=False)
         self.asked.append((what, worker_id))
         left, wanted = self.sizes()[worker.role == "decode"] - 1, getattr(self.actuator.wanted.sizes, worker.role)
         assert worker.draining_s is not None or left >= wanted, f"{what} {worker_id} leaves {left} of {wanted}"
@@ -140,7 +140,7 @@ class World:
     def cancel(self, worker_id: str) -> None:
         member = self.member(worker_id)
         assert worker_id not in self.workers
-        assert member.state is not State.GONE
+        assert member.state is not MemberState.GONE
         self.asked.append(("cancel", worker_id))
         self.members.remove(member)
 
@@ -169,7 +169,10 @@ class World:
     def die(self, worker_id: str) -> None:
         member = self.member(worker_id)
         self.workers.pop(worker_id, None)
-        if member.state in (State.PLACING, State.LOADING, State.RUNNING) and member.died(self.now_s, counts=True) is None:
+        if (
+            member.state in (MemberState.PLACING, MemberState.LOADING, MemberState.RUNNING)
+            and member.died(self.now_s, counts=True) is None
+        ):
             self._listen(WorkerChanged(worker_id, WorkerPhase.DEAD, "given up"))
 
     def close(self) -> None:
@@ -183,19 +186,19 @@ class World:
     def _serve(self, member: Member) -> None:
         self.members.append(member)
         member.asked(MagicMock(), None, self.now_s)
-        member.placed(Place("node", "host"), self.now_s)
+        member.placed(NodePlace("node", "host"), self.now_s)
         member.loaded(MagicMock(), self.now_s)
         self.workers[member.worker_id] = Worker(member.plan.role, self._number())
 
     def _advance(self, member: Member) -> None:
         worker = self.workers.get(member.worker_id)
-        if member.state is State.BACKING_OFF and self.now_s >= member.again_s:
+        if member.state is MemberState.BACKING_OFF and self.now_s >= member.again_s:
             member.asked(MagicMock(), None, self.now_s)
-        elif member.state is State.PLACING:
-            member.placed(Place("node", "host"), self.now_s)
-        elif member.state is State.LOADING and member.plan.role in self.cannot_start:
+        elif member.state is MemberState.PLACING:
+            member.placed(NodePlace("node", "host"), self.now_s)
+        elif member.state is MemberState.LOADING and member.plan.role in self.cannot_start:
             self.die(member.worker_id)
-        elif member.state is State.LOADING:
+        elif member.state is MemberState.LOADING:
             member.loaded(MagicMock(), self.now_s)
             self.workers[member.worker_id] = Worker(member.plan.role, self._number())
         elif worker is not None and worker.draining_s is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scaling_world import Worker, World
 
 from pdserve.cluster.events import ActuatorReplaced, PoolsResized
-from pdserve.cluster.member import State
+from pdserve.cluster.member import MemberState
 from pdserve.cluster.scaling.actuator import Actuator
 from pdserve.cluster.scaling.holds import FIRST_S, LONGEST_S
 from pdserve.config import ClusterConfig, load
@@ -132,7 +132,7 @@ def test_a_worker_that_serves_before_its_supervisor_has_heard_so_is_not_cancelle
     here.step()
     here.order(prefill=2)
     here.step(2)
-    assert here.member("prefill-1").state is State.LOADING
+    assert here.member("prefill-1").state is MemberState.LOADING
     here.workers["prefill-1"] = Worker("prefill", 99)
     here.order(prefill=1)
     here.actuator.tick(here.now_s + 1.0)
@@ -199,7 +199,7 @@ def test_an_actuator_that_another_one_replaced_changes_nothing_more() -> None:
     (told,) = [event for event in here.events if isinstance(event, ActuatorReplaced)]
     assert "another has term" in told.detail
     assert not here.actuator.hopeless(Role.DECODE, here.now_s)
-    while here.member("decode-0").state is not State.GONE:
+    while here.member("decode-0").state is not MemberState.GONE:
         here.die("decode-0")
         here.step()
     assert here.actuator.hopeless(Role.DECODE, here.now_s)
@@ -337,7 +337,7 @@ def test_the_sizes_are_reached_whatever_was_lost_meanwhile(
     here.order(prefill=prefill, decode=decode)
     here.step(SETTLED_S)
     assert here.sizes() == (prefill, decode)
-    assert all(member.state is State.RUNNING for member in here.members)
+    assert all(member.state is MemberState.RUNNING for member in here.members)
     assert {member.worker_id: member.plan.role for member in here.members} == {
         name: worker.role for name, worker in here.workers.items()
     }

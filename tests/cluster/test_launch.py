@@ -20,7 +20,7 @@ from pdserve.client import AdminClient
 from pdserve.cluster import plan, processes
 from pdserve.cluster.events import (
     Event,
-    Part,
+    EventPart,
     PartReady,
     PoolsResized,
     RouterBack,
@@ -123,7 +123,7 @@ def running(broken: Path) -> Iterator[Running]:
 
 def test_every_part_and_worker_reports(running: Running) -> None:
     ready = [event.part for event in running.events if isinstance(event, PartReady)]
-    assert sorted(part.value for part in ready) == sorted(part.value for part in Part)
+    assert sorted(part.value for part in ready) == sorted(part.value for part in EventPart)
     assert [report.worker_id for report in running.cluster.reports] == ["prefill-0", "decode-0"]
     assert all(report.memory.kv_bytes for report in running.cluster.reports)
     assert {path.name for path in running.cluster.folders.logs.iterdir()} >= {"prefill-0.log", "decode-0.log", "router.log"}

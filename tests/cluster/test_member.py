@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from pdserve.cluster import plan
-from pdserve.cluster.keeping.report import Place
-from pdserve.cluster.member import FIRST_WAIT_S, LONGEST_WAIT_S, Member, State
+from pdserve.cluster.keeping.report import NodePlace
+from pdserve.cluster.member import FIRST_WAIT_S, LONGEST_WAIT_S, Member, MemberState
 from pdserve.config import ClusterConfig, PoolConfig
 
 DAY_S = 86_400.0
@@ -24,7 +24,7 @@ def member(restarts: int) -> Member:
 def start(worker: Member, now_s: float) -> None:
     """Its calls go to an actor that answers nothing: what comes back is handed in."""
     worker.asked(MagicMock(), None, now_s)
-    worker.placed(Place("node", "host"), now_s)
+    worker.placed(NodePlace("node", "host"), now_s)
     worker.loaded(MagicMock(), now_s)
 
 
@@ -33,12 +33,12 @@ def test_a_worker_that_crashed_once_a_day_was_lost_on_the_fourth() -> None:
     for day in range(100):
         start(worker, day * DAY_S)
         assert worker.died(day * DAY_S + 60.0, counts=True) == FIRST_WAIT_S
-        assert worker.state is State.BACKING_OFF
+        assert worker.state is MemberState.BACKING_OFF
 
 
 def test_a_crash_loop_waits_longer_each_time_and_ends() -> None:
     worker, now_s, waits = member(restarts=8), 0.0, []
-    while worker.state is not State.GONE:
+    while worker.state is not MemberState.GONE:
         start(worker, now_s)
         wait_s = worker.died(now_s, counts=True)
         waits.append(wait_s)

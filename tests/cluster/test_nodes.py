@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ray._private.label_utils import validate_label_selector
 from ray.core.generated import autoscaler_pb2
 
-from pdserve.cluster.nodes import CPU, GPU, Needs, Node, View, covers, spread, start_command, waits_for, without_node
+from pdserve.cluster.nodes import CPU, GPU, Needs, Node, NodeView, covers, spread, start_command, waits_for, without_node
 from pdserve.cluster.ray_nodes import view_of
 from pdserve.core.settings.labels import LabelSelector, match_all
 
@@ -27,7 +27,7 @@ def node(name: str, total: dict[str, float] | None = None, free: dict[str, float
 def said(
     needs: Needs, *nodes: Node, placed: tuple[tuple[str, Needs], ...] = (), waiting: int = 1, **view: object
 ) -> str | None:
-    return waits_for("decode", needs, View(ADDRESS, nodes, **view), placed=placed, waiting=waiting)  # type: ignore[arg-type]
+    return waits_for("decode", needs, NodeView(ADDRESS, nodes, **view), placed=placed, waiting=waiting)  # type: ignore[arg-type]
 
 
 def test_what_is_offered_and_free_is_waited_for_in_silence() -> None:
@@ -57,7 +57,7 @@ def test_what_no_node_offers_comes_with_the_command_and_the_setting() -> None:
 
 
 def test_the_command_for_a_cluster_that_takes_a_token_was_refused_by_ray() -> None:
-    assert "RAY_AUTH_MODE=token ray start" in start_command(BIG, View(ADDRESS, (), takes_token=True), 1)
+    assert "RAY_AUTH_MODE=token ray start" in start_command(BIG, NodeView(ADDRESS, (), takes_token=True), 1)
 
 
 def test_a_label_on_one_node_and_a_resource_on_another_help_nobody() -> None:
@@ -82,7 +82,7 @@ def test_an_autoscaler_is_given_time_unless_it_has_no_such_node() -> None:
 def test_a_worker_whose_process_is_being_started_was_told_that_others_use_what_it_has() -> None:
     """Of three that ask alike one has no node; of those that ask by labels, the one whose request is pending."""
     labelled = [Needs({}, {"pool": selector}) for selector in ("a", "in(b, a)", "!a")]
-    view = View(ADDRESS, (), pending=(BIG.request, Needs({}, {"pool": "in(a, b)"}).request))
+    view = NodeView(ADDRESS, (), pending=(BIG.request, Needs({}, {"pool": "in(a, b)"}).request))
     assert without_node([BIG, BIG, BIG], view) == [False, False, True]
     assert without_node(labelled, view) == [False, True, False]
     assert without_node([], view) == []
@@ -104,7 +104,7 @@ NODES = st.lists(st.tuples(AMOUNTS, KINDS), max_size=4).map(
 @given(needs=NEEDS, nodes=NODES, workers=st.integers(1, 3))
 def test_the_node_that_the_command_starts_has_room_for_them(needs: Needs, nodes: list[Node], workers: int) -> None:
     words = dict(
-        word.removeprefix("--").split("=", 1) for word in shlex.split(start_command(needs, View(ADDRESS, ()), workers))[3:]
+        word.removeprefix("--").split("=", 1) for word in shlex.split(start_command(needs, NodeView(ADDRESS, ()), workers))[3:]
     )
     offered = {CPU: float(words.get("num-cpus", 0)), GPU: float(words.get("num-gpus", 0))}
     offered |= json.loads(words.get("resources", "{}"))

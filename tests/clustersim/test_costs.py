@@ -15,11 +15,11 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.worker.messages import Abort, Reserve
 from sim.perf.clock import Clock
-from sim.perf.cluster import Cluster, ClusterSpec, calm_router, run_cluster, simulate
+from sim.perf.cluster import ClusterSpec, PerfCluster, calm_router, run_cluster, simulate
 from sim.perf.costs import LLAMA2_70B_A100, LLAMA2_70B_H100, OPT_13B_A100, CostModel, StepWork
-from sim.perf.engine import SimEngine
+from sim.perf.engine import PerfEngine
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 # Binary fractions: sums of them are exact.
@@ -35,7 +35,7 @@ COSTS = CostModel(
     kv_tokens=4096,
     transfer_bytes_s=1024 * 1024,
 )
-SHAPE = WorkerShape(COSTS, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048)
+SHAPE = PerfWorkerShape(COSTS, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048)
 
 
 def test_a_step_costs_the_sum_of_its_parts():
@@ -83,7 +83,7 @@ def test_the_first_decoded_token_goes_out_after_its_own_step_and_not_at_the_end_
 def test_a_sequence_that_ends_early_leaves_nothing_in_the_engine_but_its_place_in_the_last_stride():
     """The engine had remembered each cancelled sequence that had decoded for as long as it ran."""
     clock = Clock()
-    engine = SimEngine(
+    engine = PerfEngine(
         clock, COSTS, lambda events: None, num_blocks=128, block_size=16, max_num_seqs=8, max_num_batched_tokens=64,
         max_model_len=2048, prefix_salt=None,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_stride_teaches_the_time_of_a_step_as_often_as_its_steps_would():
     """Each stride had counted as one step, so the time of a step that a worker tells lagged ten times as long as a real one."""
     costs = replace(COSTS, context_token_s=0.0)
     spec = ClusterSpec([], [replace(SHAPE, costs=costs)], calm_router(), block_size=16, max_tokens=512)
-    cluster = Cluster(spec, [*[TraceRequest(0.0, 16, 60, (i,)) for i in range(1, 7)], TraceRequest(10.0, 16, 512, (9,))])
+    cluster = PerfCluster(spec, [*[TraceRequest(0.0, 16, 60, (i,)) for i in range(1, 7)], TraceRequest(10.0, 16, 512, (9,))])
     run_cluster(cluster)
     (worker,) = cluster.workers.values()
     # The means forget by e in 64 steps, and 511 steps of one sequence were the last ones.

@@ -15,13 +15,13 @@ from pdserve.planner.observations import Observations
 from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
 from sim.perf.costs import LLAMA2_70B_A100
 from sim.perf.elastic import ElasticCluster, Elasticity
-from sim.perf.members import MOVES, Happening, Phase
+from sim.perf.members import MOVES, Happening, MemberPhase
 from sim.perf.report import SimReport
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 LIMITS = Limits(PoolLimits(1, 4), PoolLimits(1, 4), can_flip=True)
-SHAPE = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 64, max_model_len=16384, max_num_seqs=16)
+SHAPE = PerfWorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 64, max_model_len=16384, max_num_seqs=16)
 
 
 def requests_of(seed: int, count: int = 60, *, every_s: float = 0.4) -> list[TraceRequest]:
@@ -153,5 +153,5 @@ def test_what_the_controller_sees_adds_up():
 
 def test_the_table_of_phases_is_whole():
     """Every phase but the last can be left, and each happening is used."""
-    assert {source for source, _ in MOVES} == set(Phase) - {Phase.GONE}
+    assert {source for source, _ in MOVES} == set(MemberPhase) - {MemberPhase.GONE}
     assert {happening for _, happening in MOVES} == set(Happening)

@@ -21,9 +21,9 @@ from router.api.answer import Report
 from sim.perf.controllers import ScheduleController
 from sim.perf.days import Day
 from sim.perf.judge import WINDOW_REQUESTS, Below, Judged, below, compared, judge
-from sim.perf.loads import GROUPS, LOADS_OF_A_GROUP, Load, Rate, loads_of
+from sim.perf.loads import GROUPS, LOADS_OF_A_GROUP, Load, LoadRate, loads_of
 from sim.perf.oracle import Oracle, find
-from sim.perf.report import ElasticReport, PoolsAt, Served, SimReport
+from sim.perf.report import ElasticReport, PoolsAt, SimReport, SimServed
 from sim.perf.statics import Split
 from sim.perf.traces import oracle_tokens
 
@@ -39,7 +39,7 @@ def test_each_group_covers_the_space(group):
     assert len(loads) == LOADS_OF_A_GROUP
     assert 0.25 <= ratios[0] < 0.6
     assert 45.0 < ratios[-1] <= 100.5
-    assert {one.rate for one in loads} == set(Rate)
+    assert {one.rate for one in loads} == set(LoadRate)
     assert min(one.start_s for one in loads) < 90.0
     assert 640.0 < max(one.start_s for one in loads) <= 900.0
     assert {one.prefill.prompt_token_s / one.decode.prompt_token_s for one in loads} == {0.5, 1.0, 2.0}
@@ -74,12 +74,12 @@ def test_requests_have_the_lengths_the_cached_share_and_the_rate_of_their_load(l
     assert len(requests) == pytest.approx(expected, rel=0.15)
 
 
-def served(arrived_s: float, *, attained: bool, tpot_s: float = 0.0) -> Served:
+def served(arrived_s: float, *, attained: bool, tpot_s: float = 0.0) -> SimServed:
     report = Report(Placement.AUTO, "", 1, 1, ttft_s=0.5 if attained or tpot_s else 2.0, tpot_s=tpot_s)
-    return Served("r", SLO if not tpot_s else replace(SLO, tpot_s=0.1), arrived_s, arrived_s + 1.0, 1, 1, report)
+    return SimServed("r", SLO if not tpot_s else replace(SLO, tpot_s=0.1), arrived_s, arrived_s + 1.0, 1, 1, report)
 
 
-def hour(missed: set[int]) -> list[Served]:
+def hour(missed: set[int]) -> list[SimServed]:
     """Return a request a second for an hour. All requests miss in the named minutes."""
     return [served(float(second), attained=second // 60 not in missed) for second in range(3600)]
 
@@ -106,7 +106,7 @@ def test_a_jump_counts_from_the_moment_on_at_which_it_can_be_told_from_chance():
     """At 0.4 requests a second, a jump to 0.8 is three deviations after 22.5 s. One to 0.41 never is."""
     day = Day(hours=24.0, minutes_per_hour=10.0)
     levels = ((0.0, 0.4), (0.25, 0.8), (0.5, 0.4), (0.75, 0.41))
-    load = replace(LOADS[0], rate=Rate.STEPS, levels=levels)
+    load = replace(LOADS[0], rate=LoadRate.STEPS, levels=levels)
     load = replace(load, peak_workers=load.peak_workers / load.peak_per_s)
     assert load.peak_per_s == pytest.approx(1.0)
     assert load.rises_s(day) == [pytest.approx(0.25 * day.length_s + 22.5)]
@@ -209,7 +209,7 @@ def test_the_oracle_gives_up_where_no_pool_may_grow():
 
 def test_a_short_load_is_judged_by_the_production_planner():
     """The load of five minutes has a step."""
-    load = replace(LOADS[0], rate=Rate.STEPS, levels=((0.0, 0.4), (0.5, 1.0)), peak_workers=1.5, start_s=20.0)
+    load = replace(LOADS[0], rate=LoadRate.STEPS, levels=((0.0, 0.4), (0.5, 1.0)), peak_workers=1.5, start_s=20.0)
     day = replace(SHORT, hours=0.5)
     found = judge(load, day)
     assert found.requests == len(load.requests(day))
@@ -224,7 +224,7 @@ def test_a_short_load_is_judged_by_the_production_planner():
 
 
 def test_a_reference_is_kept_and_makes_the_same_judgement(tmp_path):
-    load = replace(LOADS[0], rate=Rate.STEPS, levels=((0.0, 0.4),), peak_workers=1.5, start_s=20.0)
+    load = replace(LOADS[0], rate=LoadRate.STEPS, levels=((0.0, 0.4),), peak_workers=1.5, start_s=20.0)
     day, path = replace(SHORT, hours=0.25), tmp_path / "reference.jsonl"
     assert read_references(path, day) == {}
     first, reference = judged_with(load, day, None)

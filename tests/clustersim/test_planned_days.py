@@ -17,7 +17,7 @@ from sim.perf.days import Day, requests_of, share
 from sim.perf.elastic import ElasticCluster, Elasticity
 from sim.perf.statics import Split, best_of, run_split, search, splits_of
 from sim.perf.traces import TraceRequest, read_azure
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 TRACE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "azure2023" / "AzureLLMInferenceTrace_conv.csv"
 TTFT_S, TPOT_S, ENOUGH = 8.0, 0.4, 0.98
@@ -45,7 +45,7 @@ def prompts(day: Day, peak_per_s: float, seed: int = 1) -> list[TraceRequest]:
 
 
 def spec_of(**shape: int) -> ClusterSpec:
-    worker = WorkerShape(LLAMA2_70B_A100.scaled(6), max_num_batched_tokens=2048, max_model_len=32768, **shape)
+    worker = PerfWorkerShape(LLAMA2_70B_A100.scaled(6), max_num_batched_tokens=2048, max_model_len=32768, **shape)
     targets = SloClass("default", ttft_s=TTFT_S, tpot_s=TPOT_S)
     return ClusterSpec([worker], [worker] * 3, calm_router(), prefix_caching=False, classes={"default": targets})
 
@@ -88,7 +88,7 @@ def test_the_planner_costs_less_than_the_best_static_split_of_a_day_of_the_publi
     if not TRACE.exists():
         pytest.skip("the public trace is not beside this checkout")
     requests = requests_of(read_azure(TRACE), Day(minutes_per_hour=2.5, begins_h=8.0))
-    worker = WorkerShape(LLAMA2_70B_A100)
+    worker = PerfWorkerShape(LLAMA2_70B_A100)
     classes = {"default": SloClass("default", ttft_s=CHAT.ttft_s, tpot_s=CHAT.tpot_s)}
     spec = ClusterSpec([worker] * 2, [worker] * 3, calm_router(), prefix_caching=False, classes=classes)
     attained, worker_s, best = compare(spec, requests, PlannerSettings(start_s=60.0, horizon_s=60.0), 8, CHAT)

@@ -15,10 +15,10 @@ from sim.perf.cluster import ClusterSpec, calm_router, simulate
 from sim.perf.costs import LLAMA2_70B_A100, OPT_13B_A100
 from sim.perf.report import SimReport
 from sim.perf.traces import TraceRequest, faster, oracle_tokens, read_azure, read_mooncake
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-SHAPE = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 128, max_model_len=32768, max_num_seqs=32)
+SHAPE = PerfWorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 128, max_model_len=32768, max_num_seqs=32)
 
 
 def conversations(seed: int, count: int = 160, *, every_s: float = 0.25, groups: int = 12) -> list[TraceRequest]:
@@ -106,7 +106,7 @@ def test_goodput_attains_more_than_the_least_load_on_unequal_workers(seed):
     """Two of five workers of each pool take three times as long. Only predictions know which of them is in time for whom."""
     speeds = (1, 1, 1, 3, 3)
     shapes = [
-        WorkerShape(OPT_13B_A100.scaled(speed), max_num_seqs=32, max_model_len=8192, max_num_batched_tokens=2048)
+        PerfWorkerShape(OPT_13B_A100.scaled(speed), max_num_seqs=32, max_model_len=8192, max_num_batched_tokens=2048)
         for speed in speeds
     ]
     found = {}
@@ -122,7 +122,7 @@ def test_goodput_attains_more_than_the_least_load_on_unequal_workers(seed):
 def test_one_worker_with_a_large_cache_computes_what_the_oracle_does():
     """Requests far apart: each prompt is published before the next one comes."""
     requests = faster(conversations(3, 40), 1 / 40)
-    large = WorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 4096, max_model_len=32768)
+    large = PerfWorkerShape(LLAMA2_70B_A100, kv_tokens=512 * 4096, max_model_len=32768)
     assert simulate(ClusterSpec([], [large]), requests).computed_tokens == oracle_tokens(requests)
 
 
@@ -134,14 +134,14 @@ def test_without_prefix_caching_every_prompt_is_computed_whole():
 
 def test_a_request_that_is_refused_ends_with_its_error():
     requests = [TraceRequest(0.0, 2000, 50, (number,) * 4) for number in range(20)]
-    shape = WorkerShape(LLAMA2_70B_A100, max_num_seqs=1, max_model_len=32768)
+    shape = PerfWorkerShape(LLAMA2_70B_A100, max_num_seqs=1, max_model_len=32768)
     report = simulate(ClusterSpec([], [shape], calm_router(max_queued_requests=4)), requests)
     assert report.refused == 15
     assert sorted({one.error for one in report.served}) == ["", "overloaded"]
     assert len(report.finished) == 5
 
 
-def _alone_s(shape: WorkerShape, request: TraceRequest) -> float:
+def _alone_s(shape: PerfWorkerShape, request: TraceRequest) -> float:
     """Return the time that a request takes alone, with a step for each block and each token, and all its messages."""
     costs, blocks = shape.costs, len(request.blocks) + 1
     prompt_s = costs.prompt_s(request.prompt_tokens) + blocks * costs.prompt_base_s
@@ -167,7 +167,7 @@ def test_every_wait_is_bounded_by_the_work_of_all(data):
     prefill = data.draw(st.integers(0, len(speeds) - 1))
     slots = data.draw(st.integers(1, 4))
     shapes = [
-        WorkerShape(LLAMA2_70B_A100.scaled(speed), max_num_seqs=slots, kv_tokens=512 * 34, max_model_len=16384)
+        PerfWorkerShape(LLAMA2_70B_A100.scaled(speed), max_num_seqs=slots, kv_tokens=512 * 34, max_model_len=16384)
         for speed in speeds
     ]
     spec = ClusterSpec(shapes[:prefill], shapes[prefill:], max_tokens=64)
@@ -181,7 +181,7 @@ def test_every_wait_is_bounded_by_the_work_of_all(data):
 def test_an_unimportant_large_request_is_overtaken_for_a_bounded_time():
     """One slot is always wanted by important small requests. The large one waits for those that came up to `LEVEL_S` for each
     level after it, and for no others."""
-    shape = WorkerShape(LLAMA2_70B_A100, max_num_seqs=1, max_model_len=32768)
+    shape = PerfWorkerShape(LLAMA2_70B_A100, max_num_seqs=1, max_model_len=32768)
     levels = 2
     large = TraceRequest(1.0, 12000, 2, tuple(range(24)), priority=-levels)
     small = [TraceRequest(0.05 * number, 400, 2, (1000 + number,)) for number in range(600)]

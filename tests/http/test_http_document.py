@@ -28,7 +28,7 @@ from router.openai.document.schemas import BODIES
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.body import MessageItem, ReasoningItem, ReasoningOptions, TextOptions
 from router.openai.responses.request import parse_responses
-from router.openai.tool_chunks import Gathered
+from router.openai.tool_chunks import GatheredCall
 from router.openai.unsupported import hints, neutral_values
 
 DOCUMENT = document("1.0")
@@ -141,7 +141,7 @@ def accepted(parse: Any, fields: dict[str, Any]) -> bool:
 
 
 def test_the_fields_of_an_answer_with_calls_reasoning_and_ids_are_documented() -> None:
-    gathered = Gathered()
+    gathered = GatheredCall()
     gathered.add(Delta(0, (1,), "", FinishReason.TOOL_CALLS, reasoning="r", calls=(CallDelta(0, "c", "f", "{}"),)))
     for kind, name in (("chat", "ChatCompletion"), ("text", "Completion")):
         call = parse_chat(b'{"messages":[{"role":"user","content":"x"}]}', None)

@@ -22,7 +22,7 @@ from pdserve.bench.load.limits import RunLimits
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.server_info import ask_server
 from pdserve.bench.load.target import Target
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.workload.request import AnswerOf, BenchRequest
 from pdserve.config import RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -59,7 +59,7 @@ def test_load_generator_measures_the_service_by_both_apis(cluster: ProcessCluste
         BenchRequest(2, ((9, 9),), 4, slo_class="chat"),
     ]
 
-    async def measure() -> list[list[Row]]:
+    async def measure() -> list[list[BenchRow]]:
         url = BaseUrl.parse(f"http://{cluster.http}")
         info = await ask_server(url)
         assert info.ours

@@ -34,7 +34,7 @@ from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.quantise import quantise_write
 from pdserve.engine.kernels.rope import rotate_and_write
 from pdserve.engine.kernels.routing import route, sort_few
-from pdserve.engine.kernels.shape import AttentionShape, grouped, shape_of
+from pdserve.engine.kernels.shape import KernelShape, grouped, shape_of
 from pdserve.engine.kernels.tiling import decode_tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat, LayerKv, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 from pdserve.engine.norms import HeadNorms, Norm
@@ -118,7 +118,7 @@ def attention(kind: KvFormat, dim: int, dtype: torch.dtype, *, window: int = 0, 
     attend(grouped(kv, 2 * group, window), query, kv.layer(0), parts)
 
 
-def attend(shape: AttentionShape, query: torch.Tensor, layer: LayerKv, parts: str = "pd") -> None:
+def attend(shape: KernelShape, query: torch.Tensor, layer: LayerKv, parts: str = "pd") -> None:
     ints = torch.zeros((16, 4), dtype=torch.int32)
     out = torch.zeros((*query.shape[:2], shape.v_dim), dtype=query.dtype)
     if "p" in parts:
@@ -128,7 +128,7 @@ def attend(shape: AttentionShape, query: torch.Tensor, layer: LayerKv, parts: st
         decode_module.decode(query, out, shape, layer, ints, rows, rows, 4, decode_tiling(shape, query.dtype))
 
 
-def capped(shape: AttentionShape) -> None:
+def capped(shape: KernelShape) -> None:
     kv = pool(shape.format, shape.qk_dim, BF16)
     attend(shape, torch.zeros((16, shape.heads, shape.qk_dim), dtype=BF16), kv.layer(0))
 
@@ -195,7 +195,7 @@ CASES = {
     "window": lambda: attention(KvFormat.PLAIN, 128, BF16, window=512),
     **{f"head_{dim}": lambda dim=dim: attention(KvFormat.PLAIN, dim, BF16) for dim in (64, 80, 96, 256)},
     **{f"group_{group}": lambda group=group: attention(KvFormat.PLAIN, 128, BF16, group=group) for group in (1, 7, 16)},
-    "softcap": lambda: capped(AttentionShape(16, 2, 256, 256, 16, window=4096, softcap=50.0)),
+    "softcap": lambda: capped(KernelShape(16, 2, 256, 256, 16, window=4096, softcap=50.0)),
     "latent_16": lambda: latent(KvFormat.PLAIN, 16, parts="d"),
     **{f"latent_{heads}": lambda heads=heads: latent(KvFormat.PLAIN, heads) for heads in (32, 128)},
     "latent_fp8_e4m3": lambda: latent(KvFormat.FP8_E4M3, 128),

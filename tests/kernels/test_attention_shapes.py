@@ -12,7 +12,7 @@ from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_
 from pdserve.core.model_spec import AttentionSpec, MlaSpec, NormSpec, RopeSpec
 from pdserve.engine.kernels.decode import decode
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
-from pdserve.engine.kernels.shape import AttentionShape, shape_of
+from pdserve.engine.kernels.shape import KernelShape, shape_of
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat, LayerKv
 
@@ -20,12 +20,12 @@ TILING = Tiling(rows=16, positions=16, warps=4, stages=1)
 PLAIN = KvFormat.PLAIN
 
 
-def latent_shape(heads: int, rank: int, rope: int, **changed) -> AttentionShape:
-    return AttentionShape(heads, 1, rank + rope, rank, 16, latent=True, **changed)
+def latent_shape(heads: int, rank: int, rope: int, **changed) -> KernelShape:
+    return KernelShape(heads, 1, rank + rope, rank, 16, latent=True, **changed)
 
 
 def difference(
-    shape: AttentionShape, lengths: list[tuple[int, int]], *, splits: int = 1, tiling: Tiling = TILING,
+    shape: KernelShape, lengths: list[tuple[int, int]], *, splits: int = 1, tiling: Tiling = TILING,
     dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 1.0,
 ) -> float:  # fmt: skip
     """The largest difference to the definition. Single tokens go to decode, all others to prefill."""
@@ -50,7 +50,7 @@ def difference(
     return (out[:-1].double().cpu() - expected).abs().max().item()
 
 
-def run(shape: AttentionShape, layer: LayerKv, query, out, sequences, splits: int, tiling: Tiling) -> None:
+def run(shape: KernelShape, layer: LayerKv, query, out, sequences, splits: int, tiling: Tiling) -> None:
     tables, row, rows, ends, tiles = tables_tensor(sequences), 0, [], [], []
     for i, sequence in enumerate(sequences):
         if sequence.count == 1:
@@ -86,7 +86,7 @@ def test_more_heads_than_rows_are_several_tiles(heads):
 
 
 def test_groups_of_more_heads_than_rows_keep_to_their_kv_head():
-    shape = AttentionShape(40, 2, 32, 32, 16)
+    shape = KernelShape(40, 2, 32, 32, 16)
     assert difference(shape, [(20, 1), (3, 2)], splits=2) < 2e-5
 
 
@@ -100,12 +100,12 @@ def test_quantised_latent_keys_equal_the_definition(kind):
 @pytest.mark.parametrize(("window", "size"), [(20, 30.0), pytest.param(0, 1.0, marks=pytest.mark.slow)])
 def test_a_softcap_bounds_scaled_scores(window, size):
     """Large queries make scores far beyond the bound, where the tangent is flat."""
-    shape = AttentionShape(4, 2, 64, 64, 16, window=window, scale=0.2, softcap=5.0)
+    shape = KernelShape(4, 2, 64, 64, 16, window=window, scale=0.2, softcap=5.0)
     assert difference(shape, MIXED, splits=2, size=size) < 2e-5
 
 
 def test_an_own_scale_replaces_that_of_the_dimensions():
-    shape = AttentionShape(4, 2, 64, 64, 16, scale=0.3)
+    shape = KernelShape(4, 2, 64, 64, 16, scale=0.3)
     assert difference(shape, [(20, 1), (3, 2)]) < 2e-5
 
 
@@ -120,7 +120,7 @@ def test_a_value_may_have_other_dimensions_than_its_key():
     flat = torch.cat([keys.flatten(1), values.flatten(1)], 1).float().to(DEVICE)
     cut_at = kv_heads * size * qk_dim
     layer = LayerKv(flat[:, :cut_at], flat[:, cut_at:], flat, flat, flat.shape[1], size * qk_dim, 0)
-    shape = AttentionShape(6, kv_heads, qk_dim, v_dim, size)
+    shape = KernelShape(6, kv_heads, qk_dim, v_dim, size)
     query = torch.randn(10, 6, qk_dim, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     out = poisoned(10, 6, v_dim)
     run(shape, layer, query, out, sequences, 2, TILING)
@@ -148,7 +148,7 @@ def test_random_shapes_equal_the_definition(seed):
     latent = rng.random() < 0.5
     rank, rope = rng.choice([16, 24, 40, 64]), rng.choice([2, 8, 16, 24])
     kv_heads = 1 if latent else rng.choice([1, 2])
-    shape = AttentionShape(
+    shape = KernelShape(
         kv_heads * rng.choice([1, 3, 4, 16, 20]), kv_heads, rank + rope, rank if latent else rank + rope,
         rng.choice([16, 32]), rng.choice(list(KvFormat)), latent, window=rng.choice([0, rng.randrange(1, 50)]),
         scale=rng.choice([None, 0.2]), softcap=rng.choice([None, 3.0]),
@@ -167,4 +167,4 @@ def test_a_spec_gives_the_shape():
     assert found.scale == pytest.approx(192**-0.5)
     assert shape_of(replace(mla, scale=0.5), 16, PLAIN).scale == 0.5
     gqa = AttentionSpec(8, 2, 64, 32, RopeSpec(1e4), window=7, softcap=50.0, scale=0.1)
-    assert shape_of(gqa, 16, PLAIN) == AttentionShape(8, 2, 64, 32, 16, window=7, softcap=50.0, scale=0.1)
+    assert shape_of(gqa, 16, PLAIN) == KernelShape(8, 2, 64, 32, 16, window=7, softcap=50.0, scale=0.1)

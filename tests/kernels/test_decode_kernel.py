@@ -18,7 +18,7 @@ from kernel_cases import (
 )
 
 from pdserve.engine.kernels.decode import MIN_SPLIT, choose_splits, decode
-from pdserve.engine.kernels.shape import AttentionShape, grouped
+from pdserve.engine.kernels.shape import KernelShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling
 from pdserve.engine.kv.paged import KvFormat
 
@@ -120,7 +120,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
     """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
-    tiling = decode_tiling(AttentionShape(8, 2, dim, dim, 16), torch.bfloat16)
+    tiling = decode_tiling(KernelShape(8, 2, dim, dim, 16), torch.bfloat16)
     for splits, window in ((2, 0), (1, 150)):
         check(
             [400, 65, 64, 1], kind=kind, dim=dim, group=4, kv_heads=2, dtype=torch.bfloat16, splits=splits, window=window,

@@ -18,7 +18,7 @@ from kernel_cases import (
 )
 
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
-from pdserve.engine.kernels.shape import AttentionShape, grouped
+from pdserve.engine.kernels.shape import KernelShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat
 
@@ -90,7 +90,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
     """More tiles than are on their way at a time, fewer, whole ones and ends of one: compiled, these loops are pipelined."""
-    tiling = prefill_tiling(AttentionShape(8, 2, dim, dim, 16), torch.bfloat16)
+    tiling = prefill_tiling(KernelShape(8, 2, dim, dim, 16), torch.bfloat16)
     for window in (0, 150):
         check(
             [(400, 40), (0, 9), (64, 2)], kind=kind, dim=dim, group=4, dtype=torch.bfloat16, window=window, tiling=tiling,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from transfer_testing import NixlPeer, Pool, new_incarnation
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region, TransferDevice
 from kvtransfer.backends import nixl as backend
 from kvtransfer.backends.cuda import CudaContext
 from kvtransfer.backends.nixl import NixlTransport, load_wheel
@@ -104,7 +104,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def on_gpu(region: Region) -> Region:
-    return replace(region, device=Device("cuda", GPU))
+    return replace(region, device=TransferDevice("cuda", GPU))
 
 
 def start(asked: Asked, driver: Driver, pool: Pool, patch: pytest.MonkeyPatch) -> TransferThread:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region, TransferDevice
 from kvtransfer.lease.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
@@ -62,7 +62,7 @@ tickets = st.builds(
     st.integers(1, 1 << 47),
     st.lists(st.integers(0, 1 << 16), min_size=1, max_size=50, unique=True),
     st.integers(0, 1 << 10),
-    st.sampled_from([Device(), Device("cuda", 3)]),
+    st.sampled_from([TransferDevice(), TransferDevice("cuda", 3)]),
     st.integers(1, 16),
 )
 anything = st.recursive(

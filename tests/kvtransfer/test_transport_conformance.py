@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transfer_testing import BLOCK_BYTES, NUM_BLOCKS, FakePeer, NixlPeer, Peer, Pool, new_incarnation, wait_for
 
-from kvtransfer.api import Device, Region, Transport
+from kvtransfer.api import Region, TransferDevice, Transport
 from kvtransfer.backends import nixl
 from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
@@ -289,6 +289,6 @@ def test_the_fake_transport_joins_the_workers_of_one_process() -> None:
 
 
 def test_the_fake_transport_refuses_a_pool_on_a_gpu() -> None:
-    region = Region(4096, 1, 64, Device("cuda", 0))
+    region = Region(4096, 1, 64, TransferDevice("cuda", 0))
     with pytest.raises(ConfigError, match="fake copies host memory only"):
         prepare("fake", "127.0.0.1", allow_public=False)(WorkerId("w"), new_incarnation(), [region])

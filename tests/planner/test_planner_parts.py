@@ -19,7 +19,7 @@ from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND
 from pdserve.planner.need import NO_WORKERS, decode_need, prefill_need
 from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
 from pdserve.planner.planner import PlannerSettings
-from pdserve.planner.steps import NO_STEPS, Line, room
+from pdserve.planner.steps import NO_STEPS, StepLine, room
 from pdserve.planner.waits import late, wait_within, workers_for_wait
 
 SETTINGS = PlannerSettings()
@@ -108,7 +108,7 @@ def test_points_are_forgotten_and_bounded():
 
 
 def test_what_bounds_the_sequences_of_a_worker():
-    line = Line(0.02, 0.0002)
+    line = StepLine(0.02, 0.0002)
     assert room(line, 1e6, 0.05, None, None, SETTINGS).sequences == pytest.approx((SETTINGS.tpot_share * 0.05 - 0.02) / 0.0002)
     assert room(line, 1e6, 0.05, 64, None, SETTINGS).bound == "64 sequences"
     assert room(line, 1e6, 0.05, 256, 0.02, SETTINGS).sequences == pytest.approx(42.5)

@@ -13,7 +13,7 @@ from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.link import Link
+from pdserve.worker.link import RouterLink
 from router.core import events as ev
 
 from .core_peers import Stage
@@ -107,7 +107,7 @@ def test_a_process_that_dials_again_is_let_in_at_once() -> None:
 
 @dataclass
 class Dialler:
-    link: Link
+    link: RouterLink
     losses: int = 0
 
 
@@ -134,7 +134,7 @@ async def dialling(cluster: LocalCluster, incarnation: int) -> AsyncIterator[Dia
     def lost() -> None:
         dialler.losses += 1
 
-    link = Link(
+    link = RouterLink(
         cluster.link_address,
         TOKEN,
         hello,

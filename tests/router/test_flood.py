@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.worker.link import Link
+from pdserve.worker.link import RouterLink
 from testkit.footprint import footprint
 
 from .local_cluster import TOKEN, tiny_model
@@ -43,7 +43,7 @@ class RealLink:
             model_fingerprint=tiny_model().card.fingerprint, max_model_len=256, max_num_seqs=8, dtype="bf16",
             kv_bytes_per_token=10, pid=1,
         )  # fmt: skip
-        self.link = Link(
+        self.link = RouterLink(
             address,
             TOKEN,
             lambda: hello,

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region, TransferDevice
 from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.registry import prepare
 from kvtransfer.lease.peer_link import PeerLink
@@ -134,7 +134,7 @@ def own() -> CmaTransport:
 
 def test_cma_refuses_a_pool_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="host memory only"):
-        CmaTransport(WorkerId("w"), LENDER, [dataclasses.replace(REGION, device=Device("cuda"))])
+        CmaTransport(WorkerId("w"), LENDER, [dataclasses.replace(REGION, device=TransferDevice("cuda"))])
 
 
 @pytest.mark.parametrize(

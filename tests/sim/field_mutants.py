@@ -16,7 +16,7 @@ from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import Sequence
 from pdserve.structured.compilations import Compilations
 from pdserve.structured.compiler import Compiler
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 from prefill_worker.role import PrefillRole
 
 
@@ -65,7 +65,7 @@ def requests_of_one_constraint_share_a_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_mask_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
-    real = State.accept
+    real = ConstraintState.accept
 
     def accept(self: Any, token_id: int) -> bool:
         mask = self._mask
@@ -73,7 +73,7 @@ def a_mask_outlives_its_token(patch: pytest.MonkeyPatch) -> None:
         self._mask = mask if taken else None
         return taken
 
-    patch.setattr(State, "accept", accept)
+    patch.setattr(ConstraintState, "accept", accept)
 
 
 def the_prefill_worker_has_no_grammar(patch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def the_prefill_worker_has_no_grammar(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_output_goes_on_behind_its_grammar(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "ended", property(lambda self: False))
+    patch.setattr(ConstraintState, "ended", property(lambda self: False))
 
 
 def a_cancelled_request_begins_once_it_is_compiled(patch: pytest.MonkeyPatch) -> None:

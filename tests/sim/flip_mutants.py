@@ -10,14 +10,14 @@ import pytest
 from pdserve.core.block_pools import BlockPools
 from pdserve.worker.engine_steps import EngineSteps
 from pdserve.worker.engine_view import EngineView
-from pdserve.worker.link import Link
-from pdserve.worker.member import Member
+from pdserve.worker.link import RouterLink
+from pdserve.worker.member import LinkMember
 from sim.faults.worker import SimWorker
 
 
 def a_flip_forgets_its_own_reads(patch: pytest.MonkeyPatch) -> None:
     """Rules F1 and D3: the engine begins to lend while blocks are in quarantine, and nobody ends it."""
-    patch.setattr(Member, "empty", property(lambda self: not self._engine.watch.owes and not self.role._by_handle))
+    patch.setattr(LinkMember, "empty", property(lambda self: not self._engine.watch.owes and not self.role._by_handle))
     patch.setattr(EngineSteps, "_set_lending", lambda self, lends: None)
 
 
@@ -50,7 +50,7 @@ class Kept:
 
 def a_flip_leaves_its_leases(patch: pytest.MonkeyPatch) -> None:
     """Rules F3 and D3: the lease table goes with the role, and its leases keep their blocks."""
-    patch.setattr(Member, "empty", property(lambda self: self.role.leases_held > 0 or self._engine.empty))
+    patch.setattr(LinkMember, "empty", property(lambda self: self.role.leases_held > 0 or self._engine.empty))
     patch.setattr(EngineSteps, "_set_lending", lambda self, lends: None)
     patch.setattr("sim.faults.worker.close_role", closed_without_release)
 
@@ -62,7 +62,7 @@ async def closed_without_release(role: Any, transfer: Any) -> bool:
 
 def a_flip_keeps_its_link(patch: pytest.MonkeyPatch) -> None:
     """Rule F4: without a Hello the router knows the old role, and its handles act on the new one."""
-    run, begin = Link.run, SimWorker._begin
+    run, begin = RouterLink.run, SimWorker._begin
 
     async def run_on(self: Any) -> None:
         if not hasattr(self, "kept"):
@@ -77,7 +77,7 @@ def a_flip_keeps_its_link(patch: pytest.MonkeyPatch) -> None:
                 setattr(old, name, getattr(self.member.link, name))
             self.member.link = old
 
-    patch.setattr(Link, "run", run_on)
+    patch.setattr(RouterLink, "run", run_on)
     patch.setattr(SimWorker, "_begin", begin_with_link)
 
 
@@ -87,7 +87,7 @@ def a_draining_worker_takes_requests(patch: pytest.MonkeyPatch) -> None:
     def start_to_drain(self: Any, what: str) -> None:
         self._drain_asked.set()
 
-    patch.setattr(Member, "_start_to_drain", start_to_drain)
+    patch.setattr(LinkMember, "_start_to_drain", start_to_drain)
 
 
 def a_reader_s_cached_blocks_are_lent_without_checksums(patch: pytest.MonkeyPatch) -> None:
@@ -97,14 +97,14 @@ def a_reader_s_cached_blocks_are_lent_without_checksums(patch: pytest.MonkeyPatc
 
 def a_new_life_tells_no_keys_of_the_old_one(patch: pytest.MonkeyPatch) -> None:
     """Rule F4: what the pool shares is told anew on the new link."""
-    begin = Member.__init__
+    begin = LinkMember.__init__
 
     def init(self: Any, config: Any, role: Any, engine: EngineView, **kwargs: Any) -> None:
         begin(self, config, role, engine, **kwargs)
         if kwargs.get("flips"):
             self._cursor = None
 
-    patch.setattr(Member, "__init__", init)
+    patch.setattr(LinkMember, "__init__", init)
 
 
 FLIP_MUTANTS = (

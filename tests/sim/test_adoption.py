@@ -10,8 +10,8 @@ import pytest
 from pdserve.rpc.bundle import Outbound
 from pdserve.rpc.kept import Kept
 from pdserve.rpc.numbering import Incoming
-from pdserve.worker.link import Link as WorkersEnd
-from pdserve.worker.member import Member
+from pdserve.worker.link import RouterLink as WorkersEnd
+from pdserve.worker.member import LinkMember
 from router.workers.link import Link as RoutersEnd
 from sim.faults.run import RunReport, run_with_adoptions, run_with_broken_links
 from tests.sim.mutants import Mutant
@@ -50,7 +50,7 @@ def test_streams_that_break_cost_nothing() -> None:
 
 
 def a_worker_goes_on_for_a_router_that_has_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Member, "_on_link_lost", lambda self: None)
+    patch.setattr(LinkMember, "_on_link_lost", lambda self: None)
 
 
 def a_new_router_is_told_no_keys(patch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def a_new_router_is_told_no_keys(patch: pytest.MonkeyPatch) -> None:
         role.on_link_lost()
         host.counted.forget()
 
-    patch.setattr(Member, "_on_link_lost", on_link_lost)
+    patch.setattr(LinkMember, "_on_link_lost", on_link_lost)
 
 
 def a_worker_waits_for_its_old_router(patch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from pdserve.core.sampling import Placement
 from pdserve.engine.schedule.scheduler import Scheduler
 from router.api.answer import Delta
 from sim.faults.checkers import check_outcome
-from sim.faults.client import CONSTRAINTS, Ask, Outcome
-from sim.faults.oracle import Place, answer
+from sim.faults.client import CONSTRAINTS, CallOutcome, ClientAsk
+from sim.faults.oracle import OraclePlace, answer
 from sim.faults.run import calm_plan, draw_asks, run_seed, run_with_preemptions, simulate, with_prefix_caching
 from sim.faults.tap import Census
-from sim.faults.world import Shape
+from sim.faults.world import WorldShape
 from tests.sim.field_mutants import GRAMMAR_MUTANTS, PREEMPTION_MUTANTS, SCORE_MUTANTS
 from tests.sim.mutants import Mutant
 
@@ -31,17 +31,17 @@ def test_all_requests_have_a_constraint_and_a_scored_prompt(placement: Placement
     ]
     census = Census()
     asks = [replace(ask, placement=placement) for ask in asks]
-    report = simulate(9, with_prefix_caching(Shape(), True), calm_plan(6.0), asks, census)
+    report = simulate(9, with_prefix_caching(WorldShape(), True), calm_plan(6.0), asks, census)
     assert not report.problems
     assert report.outcomes == {"ok": 18}
     assert census.sent["grammar_decode", "decode"] == 18
     assert census.sent["grammar_prefill", "prefill"] == (18 if placement is Placement.DISAGGREGATED else 0)
 
 
-def outcome_of(ask: Ask) -> Outcome:
+def outcome_of(ask: ClientAsk) -> CallOutcome:
     """The right answer as a client would see it."""
     expected = answer(ask.prompt, ask.params, ask.constraint)
-    outcome = Outcome(ask, ended_s=1.0)
+    outcome = CallOutcome(ask, ended_s=1.0)
     for index, token_id in enumerate(expected.ids):
         is_last = index == len(expected.ids) - 1
         scores = () if index else expected.scores
@@ -57,7 +57,7 @@ def outcome_of(ask: Ask) -> Outcome:
     return outcome
 
 
-def one_ask(**more: Any) -> Ask:
+def one_ask(**more: Any) -> ClientAsk:
     ask = draw_asks(random.Random(3), 1, until_s=1.0, unruly=False)[0]
     params = replace(ask.params, min_tokens=0, max_tokens=12, stop=(), stop_token_ids=(), ignore_eos=True, prompt_logprobs=1)
     return replace(ask, prompt=(5, 6, 7, 8), params=params, **more)
@@ -84,11 +84,11 @@ def test_the_checker_wants_each_score_once_and_with_the_first_delta() -> None:
 
 
 def test_a_place_depends_on_every_token_and_on_their_order() -> None:
-    place = Place.start("one")
+    place = OraclePlace.start("one")
     a, b = place.allowed[:2]
     assert place.after(a) != place.after(b) != place.after(b).after(b)
     assert place.after(a).after(b) != place.after(b).after(a)
-    assert Place.start("two") != place
+    assert OraclePlace.start("two") != place
     assert 1 in place.after(1).allowed
     assert place.after(1).ended
 

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from sim.faults.client import Ask
+from sim.faults.client import ClientAsk
 from sim.faults.faults import Fault, FaultKind
 from sim.faults.run import RunReport, calm_plan, draw_asks, simulate
 from sim.faults.tap import Census
-from sim.faults.world import Shape, World
+from sim.faults.world import World, WorldShape
 
 
-def run(seed: int, faults: tuple[Fault, ...], asks: list[Ask]) -> tuple[RunReport, World]:
+def run(seed: int, faults: tuple[Fault, ...], asks: list[ClientAsk]) -> tuple[RunReport, World]:
     census = Census()
-    report = simulate(seed, Shape(), replace(calm_plan(8.0), faults=faults), asks, census)
+    report = simulate(seed, WorldShape(), replace(calm_plan(8.0), faults=faults), asks, census)
     assert not report.problems
     assert census.world is not None
     return report, census.world
 
 
-def asked(seed: int, deadlines_s: tuple[float, ...] = (20.0,)) -> list[Ask]:
+def asked(seed: int, deadlines_s: tuple[float, ...] = (20.0,)) -> list[ClientAsk]:
     asks = draw_asks(random.Random(seed), 24, until_s=6.0, unruly=False)
     return [replace(ask, deadline_s=deadlines_s[n % len(deadlines_s)]) for n, ask in enumerate(asks)]
 

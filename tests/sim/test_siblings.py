@@ -16,12 +16,12 @@ from router.core.requests import Requests
 from router.core.waiting import WaitingRequests
 from router.service.admission import Admission
 from sim.faults.checkers import leftovers
-from sim.faults.client import Ask, with_siblings
+from sim.faults.client import ClientAsk, with_siblings
 from sim.faults.engine import BLOCK_SIZE
 from sim.faults.oracle import VOCAB_SIZE
 from sim.faults.run import RunReport, calm_plan, run_seed, simulate, with_prefix_caching
 from sim.faults.tap import Census
-from sim.faults.world import Shape
+from sim.faults.world import WorldShape
 
 PROMPT_LEN = 50
 N = 4
@@ -34,13 +34,13 @@ def run_groups(placement: Placement | None, *, caching: bool, groups: int = 3) -
     for i in range(groups):
         prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN))
         params = SamplingParams(max_tokens=12, seed=(1 << 32) - 2, ignore_eos=True)  # the next seeds begin again at 0
-        leader = Ask(f"r{i}", 0.5 + 2.0 * i, prompt, params, deadline_s=20.0, placement=placement)
+        leader = ClientAsk(f"r{i}", 0.5 + 2.0 * i, prompt, params, deadline_s=20.0, placement=placement)
         group = with_siblings([leader], random.Random(i), 1.0, unruly=False)
         while len(group) < N:
             group = with_siblings([leader], rng, 1.0, unruly=False)
         asks += group
     census = Census()
-    report = simulate(1, with_prefix_caching(Shape(), caching), calm_plan(8.0), asks, census)
+    report = simulate(1, with_prefix_caching(WorldShape(), caching), calm_plan(8.0), asks, census)
     assert not report.problems
     assert report.outcomes == {"ok": groups * N}
     return report, census

@@ -16,10 +16,10 @@ from router.core.health import outliers
 from router.core.health.account import Account
 from router.core.health.health import Cause, Health
 from sim.faults.run import RunReport, run_with_sick_workers
-from sim.perf.cluster import Cluster, ClusterSpec, calm_router, run_cluster
+from sim.perf.cluster import ClusterSpec, PerfCluster, calm_router, run_cluster
 from sim.perf.costs import LLAMA2_70B_A100
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 from tests.sim.mutants import Mutant
 
 SEEDS = range(1, 4)
@@ -87,10 +87,10 @@ def lengths(seed: int, count: int) -> list[TraceRequest]:
 def with_slow_prefill(seed: int, times: float, policy: str, count: int) -> tuple[int, float]:
     """Run four pairs, of which one prefill worker takes so many times as long for each step. Return how often it is ejected,
     and its share of the prompts' tokens."""
-    one = WorkerShape(LLAMA2_70B_A100, max_model_len=32_768, max_num_seqs=32)
-    slow = WorkerShape(LLAMA2_70B_A100.scaled(times), max_model_len=32_768, max_num_seqs=32)
+    one = PerfWorkerShape(LLAMA2_70B_A100, max_model_len=32_768, max_num_seqs=32)
+    slow = PerfWorkerShape(LLAMA2_70B_A100.scaled(times), max_model_len=32_768, max_num_seqs=32)
     requests = lengths(seed, count)
-    cluster = Cluster(ClusterSpec([one, one, one, slow], [one] * 4, calm_router(prefill_policy=policy)), requests)
+    cluster = PerfCluster(ClusterSpec([one, one, one, slow], [one] * 4, calm_router(prefill_policy=policy)), requests)
     report = run_cluster(cluster)
     assert len(report.finished) == count
     health = cluster.core.health

@@ -16,14 +16,14 @@ from pdserve.text.output import OutputText
 from router.api.answer import Delta
 from router.core.prefix_index import PrefixIndex
 from sim.faults.checkers import check_outcome
-from sim.faults.client import Ask, Outcome
+from sim.faults.client import CallOutcome, ClientAsk
 from sim.faults.faults import WORKERS, WRONG_DELTAS, Fault, FaultKind, FaultPlan
 from sim.faults.oracle import TOKENIZER, answer
 from sim.faults.router import CONFIG
 from sim.faults.run import calm_plan, draw_asks, simulate, with_prefix_caching
 from sim.faults.tap import Census
 from sim.faults.transfer import ReadFaults
-from sim.faults.world import Shape
+from sim.faults.world import WorldShape
 from sim.world.network import Weather
 
 
@@ -31,7 +31,7 @@ def test_a_worker_whose_read_never_stops_is_replaced() -> None:
     """Its role waited for the read, and the transport, which alone could end it, was to be closed after the role."""
     plan = replace(calm_plan(6.0), reads=ReadFaults(stuck=0.3))
     census = Census()
-    report = simulate(1, Shape(), plan, draw_asks(random.Random(1), 12, until_s=6.0, unruly=False), census)
+    report = simulate(1, WorldShape(), plan, draw_asks(random.Random(1), 12, until_s=6.0, unruly=False), census)
     assert not report.problems
     assert census.world is not None
     assert census.world.restarts > 0, "no read was stuck"
@@ -40,7 +40,7 @@ def test_a_worker_whose_read_never_stops_is_replaced() -> None:
 
 def test_a_calm_cluster_answers_everything_at_the_first_try() -> None:
     census = Census()
-    report = simulate(2, Shape(), calm_plan(6.0), draw_asks(random.Random(2), 24, until_s=6.0, unruly=False), census)
+    report = simulate(2, WorldShape(), calm_plan(6.0), draw_asks(random.Random(2), 24, until_s=6.0, unruly=False), census)
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert report.attempts == 0
@@ -50,7 +50,11 @@ def test_a_second_process_with_a_live_worker_s_id_costs_no_request_a_try() -> No
     """They evicted each other ten times a second, and each time all their requests started over."""
     faults = tuple(Fault(0.2, FaultKind.DUPLICATE, name, 5.5) for name in ("decode0", "prefill1"))
     report = simulate(
-        4, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(4), 24, until_s=6.0, unruly=False), Census()
+        4,
+        WorldShape(),
+        replace(calm_plan(6.0), faults=faults),
+        draw_asks(random.Random(4), 24, until_s=6.0, unruly=False),
+        Census(),
     )
     assert not report.problems
     assert report.outcomes == {"ok": 24}
@@ -66,7 +70,11 @@ def test_a_worker_that_dies_and_is_back_at_once_gets_its_id_back() -> None:
     )
     census = Census()
     report = simulate(
-        5, Shape(), replace(calm_plan(6.0), faults=faults), draw_asks(random.Random(5), 24, until_s=6.0, unruly=False), census
+        5,
+        WorldShape(),
+        replace(calm_plan(6.0), faults=faults),
+        draw_asks(random.Random(5), 24, until_s=6.0, unruly=False),
+        census,
     )
     assert not report.problems
     assert report.outcomes == {"ok": 24}
@@ -80,7 +88,7 @@ def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere(
     plan = replace(calm_plan(6.0), faults=faults)
     asks = [replace(ask, deadline_s=60.0) for ask in draw_asks(random.Random(6), 24, until_s=2.0, unruly=False)]
     census = Census()
-    report = simulate(6, Shape(), plan, asks, census)
+    report = simulate(6, WorldShape(), plan, asks, census)
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert report.attempts > 0, "nothing ran on the hung ones"
@@ -92,16 +100,16 @@ def test_a_worker_whose_engine_hangs_is_replaced_and_its_requests_end_elsewhere(
 def test_logits_that_are_no_numbers_cost_a_retry_and_no_wrong_token() -> None:
     faults = tuple(Fault(at_s, FaultKind.NO_NUMBERS, name, 0.1) for at_s, name in ((0.6, "decode0"), (1.4, "prefill1")))
     asks = draw_asks(random.Random(3), 24, until_s=2.0, unruly=False)
-    report = simulate(3, Shape(), replace(calm_plan(6.0), faults=faults), asks, Census())
+    report = simulate(3, WorldShape(), replace(calm_plan(6.0), faults=faults), asks, Census())
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert report.attempts > 0, "no step was hit"
 
 
-def _outcome(ids: list[int]) -> Outcome:
+def _outcome(ids: list[int]) -> CallOutcome:
     """As a client would see these tokens, ended well."""
     params = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
-    outcome = Outcome(Ask("a", 0.0, (5, 6, 7), params, 10.0), ended_s=1.0)
+    outcome = CallOutcome(ClientAsk("a", 0.0, (5, 6, 7), params, 10.0), ended_s=1.0)
     reason = answer((5, 6, 7), params).finish_reason
     text = OutputText(TOKENIZER)
     for index, token_id in enumerate(ids):
@@ -132,7 +140,7 @@ def test_a_pair_that_is_cut_is_found_out_by_requests_too_hurried_to_say_so() -> 
     until_s = 24.0
     cut = Fault(0.2, FaultKind.CUT, "prefill0", until_s, "decode0")
     plan = FaultPlan((cut,), Weather(), ReadFaults(), {}, until_s)
-    shape = Shape(router=replace(CONFIG, probe_workers=True, pair_aside_s=60.0, pair_aside_max_s=60.0))
+    shape = WorldShape(router=replace(CONFIG, probe_workers=True, pair_aside_s=60.0, pair_aside_max_s=60.0))
     drawn = draw_asks(random.Random(3), 80, until_s=until_s, unruly=False)
     asks = [replace(ask, at_s=0.4 + 0.28 * n, deadline_s=2.0, placement=Placement.DISAGGREGATED) for n, ask in enumerate(drawn)]
     census = Census()
@@ -152,7 +160,7 @@ def test_budgets_that_change_during_a_run_change_no_output() -> None:
     faults = (*budgets, Fault(2.0, FaultKind.KILL, "decode0", 1.0))
     asks = draw_asks(random.Random(7), 24, until_s=6.0, unruly=False)
     census = Census()
-    report = simulate(7, Shape(), replace(calm_plan(6.0), faults=faults), asks, census)
+    report = simulate(7, WorldShape(), replace(calm_plan(6.0), faults=faults), asks, census)
     assert not report.problems
     assert report.outcomes == {"ok": 24}
     assert census.sent["set_budget", "router"] > 5
@@ -163,7 +171,7 @@ def test_a_worker_that_tells_a_change_of_its_keys_wrong_is_asked_for_all_of_them
     faults = tuple(Fault(1.0, FaultKind.WRONG_KEYS, name, other=wrong) for name in WORKERS)
     asks = draw_asks(random.Random(8), 32, until_s=6.0, unruly=False)
     census = Census()
-    report = simulate(8, with_prefix_caching(Shape(), True), replace(calm_plan(6.0), faults=faults), asks, census)
+    report = simulate(8, with_prefix_caching(WorldShape(), True), replace(calm_plan(6.0), faults=faults), asks, census)
     assert not report.problems
     assert report.outcomes == {"ok": 32}
     assert census.world is not None
@@ -171,7 +179,7 @@ def test_a_worker_that_tells_a_change_of_its_keys_wrong_is_asked_for_all_of_them
 
 
 def test_an_index_that_is_always_full_asks_nobody_for_keys_and_is_replayed() -> None:
-    shape = with_prefix_caching(Shape(router=replace(CONFIG, prefix_index_bytes=3000)), True)
+    shape = with_prefix_caching(WorldShape(router=replace(CONFIG, prefix_index_bytes=3000)), True)
     plan = replace(calm_plan(6.0), faults=(Fault(2.0, FaultKind.KILL, "prefill0", 0.5),))
     census = Census()
     report = simulate(9, shape, plan, draw_asks(random.Random(9), 32, until_s=6.0, unruly=False), census)
@@ -191,5 +199,5 @@ def test_the_checker_sees_a_router_that_does_not_compare_digests(monkeypatch: py
     monkeypatch.setattr(PrefixIndex, "_change", change)
     faults = (Fault(1.0, FaultKind.WRONG_KEYS, "prefill1", other="key"),)
     asks = draw_asks(random.Random(8), 32, until_s=6.0, unruly=False)
-    report = simulate(8, with_prefix_caching(Shape(), True), replace(calm_plan(6.0), faults=faults), asks, Census())
+    report = simulate(8, with_prefix_caching(WorldShape(), True), replace(calm_plan(6.0), faults=faults), asks, Census())
     assert any("known ones" in problem for problem in report.problems), report.problems

@@ -18,7 +18,7 @@ from router.grpc.scaling import ScalingMailbox
 from sim.faults.faults import Fault, FaultKind
 from sim.faults.run import RunReport, calm_plan, draw_asks, simulate
 from sim.faults.tap import Census
-from sim.faults.world import Shape, World
+from sim.faults.world import World, WorldShape
 
 SEEDS = range(1, 5)
 """The first and the third found a mutant each when this was written."""
@@ -35,7 +35,7 @@ def upgraded(seed: int) -> tuple[RunReport, World]:
     )
     asks = draw_asks(random.Random(seed), 16, until_s=8.0, unruly=False)
     census = Census()
-    report = simulate(seed, Shape(), replace(calm_plan(11.0), faults=faults), asks, census)
+    report = simulate(seed, WorldShape(), replace(calm_plan(11.0), faults=faults), asks, census)
     assert census.world is not None
     return report, census.world
 

@@ -18,7 +18,7 @@ from pdserve.core.structured.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, C
 from pdserve.core.structured.schemas import FORMATS
 from pdserve.structured import compiler as compiler_module
 from pdserve.structured.compiler import Compiler
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 from testkit.random_schemas import allowed_ids, random_schema, walk
 
 K = ConstraintKind
@@ -233,7 +233,7 @@ def test_a_grammar_whose_state_failed_is_compiled_anew(compiler, tokenizer):
     assert len(compiler) == 1
     state.accept(tokenizer.encode("no", add_special_tokens=False)[0])
     assert len(compiler) == 0
-    assert isinstance(compiler.start(constraint), State)
+    assert isinstance(compiler.start(constraint), ConstraintState)
 
 
 @pytest.mark.parametrize(

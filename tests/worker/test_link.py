@@ -14,7 +14,7 @@ from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.channel import server_options
 from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
-from pdserve.worker.link import Link
+from pdserve.worker.link import RouterLink
 
 WAIT_S = 60.0
 BEAT_S = 0.05
@@ -54,7 +54,7 @@ class Side:
         self.taken: list[int] = []
         self.versions: list[int] = []
         self.lost = 0
-        self.link: Link
+        self.link: RouterLink
 
     def on_command(self, message: link_pb2.RouterMessage) -> None:
         self.taken.append(message.cancel.handle)
@@ -70,7 +70,7 @@ async def linked(router: Router, *, lost_s: float = NEVER_S) -> AsyncIterator[Si
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     side = Side()
-    side.link = Link(
+    side.link = RouterLink(
         f"127.0.0.1:{port}",
         "",
         common_pb2.WorkerHello,

@@ -20,7 +20,7 @@ from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.schedule.outcome import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from pdserve.worker.host import Host, Role
+from pdserve.worker.host import Host, HostedRole
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
@@ -41,7 +41,7 @@ SPEC = codec.spec_to_wire(RequestSpec(PROMPT, PARAMS))
 class Bench:
     """A role on a host that only notes what it is told."""
 
-    role: Role
+    role: HostedRole
     commands: list[Command] = field(default_factory=list)
     said: list[Any] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Bench:
         return [(one.handle, one.reason) for one in failed]
 
 
-def bench(make_role: Callable[[Host], Role]) -> Bench:
+def bench(make_role: Callable[[Host], HostedRole]) -> Bench:
     made = Bench(cast(Any, None))
     host = Host(
         config=WorkerConfig("w", "router:1"),

@@ -17,7 +17,7 @@ from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
 from pdserve.engine.kernels.prefill import prefill
-from pdserve.engine.kernels.shape import AttentionShape, grouped
+from pdserve.engine.kernels.shape import KernelShape, grouped
 from pdserve.engine.kernels.tiling import Tiling, prefill_tiling
 from pdserve.engine.kv.paged import KvFormat, PagedKv
 from pdserve.engine.kv.span import Span
@@ -129,7 +129,7 @@ def run_prefill(setup: Setup, case: Case) -> None:
         Row("attention", name, f"{other_s * 1e6:.0f} us", usually, f"{took_s / other_s:.2f} x", "another tile").emit()
 
 
-def tiled(pool: PagedKv, shape: AttentionShape, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
+def tiled(pool: PagedKv, shape: KernelShape, step: TritonStep, query: Tensor, tiling: Tiling) -> list[Callable[[], None]]:
     """Return a call of the kernel with this tiling for each layer."""
     out = torch.empty_like(query)
     layers = [pool.layer(i) for i in range(pool.num_layers)]

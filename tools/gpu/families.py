@@ -11,7 +11,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.model_spec import MlaSpec, MoeSpec, NormSpec, RopeSpec
 from pdserve.engine.attention.triton import TritonAttention
 from pdserve.engine.kernels.experts import GroupedExperts
-from pdserve.engine.kernels.shape import AttentionShape, shape_of
+from pdserve.engine.kernels.shape import KernelShape, shape_of
 from pdserve.engine.kv.paged import PagedKv, plain_kv
 from tools.gpu.attention import BLOCK_SIZE, Case, Model
 from tools.gpu.machine import machine
@@ -76,7 +76,7 @@ def run_latent(setup: Setup, latent: Latent, *, sequences: int, past: int, count
     floor_row(setup, f"{latent.name}: {what}", took_s, read, operations)
 
 
-def latent_pool(setup: Setup, case: Case, shape: AttentionShape) -> PagedKv:
+def latent_pool(setup: Setup, case: Case, shape: KernelShape) -> PagedKv:
     """Return a pool of one plane for all sequences, full of random numbers."""
     blocks = case.sequences * ceil_div(case.positions, BLOCK_SIZE)
     data = torch.empty((blocks, case.model.layers, 1, 1, BLOCK_SIZE, shape.qk_dim), dtype=torch.bfloat16, device=setup.device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region, TransferDevice
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
@@ -99,7 +99,9 @@ def decode(runner: ModelRunner, each: Sizes, tables: list[tuple[BlockId, ...]], 
 def region_of(runner: ModelRunner) -> Region:
     """Return the runner's pool as the worker registers it."""
     kv = runner.kv.caches[0]
-    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, Device("cuda" if kv.device.type == "cuda" else "cpu"))
+    return Region(
+        kv.address, kv.num_blocks, kv.layout.block_bytes, TransferDevice("cuda" if kv.device.type == "cuda" else "cpu")
+    )
 
 
 def lend(setup: Setup) -> None:

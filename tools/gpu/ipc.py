@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvtransfer.api import Device, Region
+from kvtransfer.api import Region, TransferDevice
 from tools.gpu import ucx_log
 from tools.gpu.other_process import other_process, say, wait
 from tools.gpu.row import Row, Setup, replayed_s
@@ -25,7 +25,7 @@ def make_pool(setup: Setup) -> tuple[torch.Tensor, Region]:
     """Return a pool [blocks, block_bytes] uint8, and its region: 1,024 blocks of 2 MiB, or 4 of 64 KiB in a rehearsal."""
     blocks, block_bytes = (4, 1 << 16) if setup.rehearsed else (1024, 2 << 20)
     pool = torch.zeros((blocks, block_bytes), dtype=torch.uint8, device=setup.device)
-    return pool, Region(pool.data_ptr(), blocks, block_bytes, Device("cpu" if setup.rehearsed else "cuda"))
+    return pool, Region(pool.data_ptr(), blocks, block_bytes, TransferDevice("cpu" if setup.rehearsed else "cuda"))
 
 
 def contents(setup: Setup, blocks: int, block_bytes: int) -> torch.Tensor:

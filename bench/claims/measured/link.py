@@ -20,9 +20,9 @@ from bench.claims.measured.throttle import NAME, RATE_FILE
 from bench.claims.setup import Rounds, Setup
 from bench.engine.floors import Machine
 from bench.engine.floors import measure as measure_machine
-from pdserve.capacity.devices import Device
+from pdserve.capacity.devices import DeviceSpec
 from pdserve.capacity.published import read_model
-from pdserve.capacity.question import Question, Shares
+from pdserve.capacity.question import CapacityQuestion, CapacityShares
 from pdserve.capacity.verdict import judge as judge_capacity
 from pdserve.capacity.worker_speed import WorkerSpeed
 from pdserve.config import TransferConfig
@@ -35,7 +35,7 @@ OUTPUT: Final = 32
 MARGIN: Final = 1.05
 TPOT_S: Final = 0.02  # a target that one prompt beside a stream misses on this machine
 TTFT_S: Final = 2.0
-SHARES: Final = Shares(0.85, 0.8, 1.0)
+SHARES: Final = CapacityShares(0.85, 0.8, 1.0)
 """The shares of the machine's rates that the engine reaches in `make bench-engine`. The link is taken at its full speed."""
 
 
@@ -68,8 +68,10 @@ def model(setup: Setup, machine: Machine, found: Figures) -> None:
     config = json.loads((setup.directory / "config.json").read_text(encoding="utf-8"))
     published = read_model(setup.card.name, config)
     peaks = dict.fromkeys(("bfloat16", "float32"), machine.bf16_flops_s)
-    core = Device("core", "one core", 2**34, machine.read_bytes_s, peaks, "measured in this run")
-    question = Question(published, core, gpus=2, isl=PROMPT, osl=2 * OUTPUT, ttft_s=TTFT_S, tpot_s=TPOT_S, tp=1, shares=SHARES)
+    core = DeviceSpec("core", "one core", 2**34, machine.read_bytes_s, peaks, "measured in this run")
+    question = CapacityQuestion(
+        published, core, gpus=2, isl=PROMPT, osl=2 * OUTPUT, ttft_s=TTFT_S, tpot_s=TPOT_S, tp=1, shares=SHARES
+    )
     verdict = judge_capacity(WorkerSpeed(question, 1), 2, 1e9)
     if verdict.break_even_bytes_per_s is not None:
         found.counts["modelled break-even MB/s"] = verdict.break_even_bytes_per_s / 1e6

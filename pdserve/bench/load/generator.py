@@ -18,10 +18,10 @@ from pdserve.bench.load.failures import NO_TOKENS, TARGET_BUG, TIMEOUT
 from pdserve.bench.load.garbage import collect_if_idle, quiet_garbage
 from pdserve.bench.load.limits import RunLimits
 from pdserve.bench.load.prompt import CannotFill, Encode, KeptAnswers, fill
-from pdserve.bench.load.schedule import Fail, Schedule, Start
-from pdserve.bench.load.target import Answer, Call, Target
-from pdserve.bench.load.watch import Progress, Watch, watch_nothing
-from pdserve.bench.row import STOPPED, Row
+from pdserve.bench.load.schedule import Fail, RequestStart, Schedule
+from pdserve.bench.load.target import LoadAnswer, LoadCall, Target
+from pdserve.bench.load.watch import LoadWatch, RunProgress, watch_nothing
+from pdserve.bench.row import STOPPED, BenchRow
 from pdserve.bench.workload.request import BenchRequest
 
 POLL_S: Final = 0.001
@@ -34,20 +34,20 @@ async def run_load(
     requests: Iterator[BenchRequest],
     target: Target,
     limits: RunLimits,
-    watch: Watch = watch_nothing,
+    watch: LoadWatch = watch_nothing,
     *,
     encode: Encode | None = None,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     clock: Callable[[], float] = time.perf_counter,
     poll_s: float = POLL_S,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Send the requests and return one row of each, in the order in which they ended. The caller closes `target`.
 
     `encode` makes token ids of an answer's text, for prompts of ids that continue it. `clock` must be the clock that the target
     takes its times by. A cancellation ends the run early: what runs is cut off, the watch sees these rows too, and then the
     cancellation is raised.
     """
-    run = _Run(target, limits, watch, encode, progress or Progress(), clock, poll_s)
+    run = _Run(target, limits, watch, encode, progress or RunProgress(), clock, poll_s)
     with quiet_garbage():
         return await run.run(requests)
 
@@ -59,9 +59,9 @@ class _Run:
         self,
         target: Target,
         limits: RunLimits,
-        watch: Watch,
+        watch: LoadWatch,
         encode: Encode | None,
-        progress: Progress,
+        progress: RunProgress,
         clock: Callable[[], float],
         poll_s: float,
     ) -> None:
@@ -76,12 +76,12 @@ class _Run:
         self._schedule = Schedule(limits)
         self._kept = KeptAnswers()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._finished: deque[tuple[Start, Answer]] = deque()
+        self._finished: deque[tuple[RequestStart, LoadAnswer]] = deque()
         self._wake = asyncio.Event()
-        self._rows: list[Row] = []
+        self._rows: list[BenchRow] = []
         self._stopped = False
 
-    async def run(self, requests: Iterator[BenchRequest]) -> list[Row]:
+    async def run(self, requests: Iterator[BenchRequest]) -> list[BenchRow]:
         try:
             while not self._schedule.over and not self._stopped:
                 self._settle()
@@ -129,7 +129,7 @@ class _Run:
             if timer is not None:
                 timer.cancel()
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: RequestStart) -> None:
         request = start.request
         self._progress.held += start.held
         try:
@@ -138,13 +138,13 @@ class _Run:
             fails = self._schedule.ended(request.number, start.planned_s, ok=False)
             self._give_up([Fail(request, start.planned_s, start.warm_up, str(exc)), *fails])
             return
-        call = Call(request.number, prompt, request.max_tokens, request.slo_class, request.session)
-        answer = Answer()
+        call = LoadCall(request.number, prompt, request.max_tokens, request.slo_class, request.session)
+        answer = LoadAnswer()
         self._progress.running[request.number] = answer
         self._progress.sent += 1
         self._tasks[request.number] = asyncio.get_running_loop().create_task(self._serve(start, call, answer))
 
-    async def _serve(self, start: Start, call: Call, answer: Answer) -> None:
+    async def _serve(self, start: RequestStart, call: LoadCall, answer: LoadAnswer) -> None:
         """Send one request. It ends in `_finished` on every path."""
         answer.sent_s = self._clock()
         try:
@@ -185,17 +185,17 @@ class _Run:
         for fail in fails:
             self._take(unsent_row(fail))
 
-    def _take(self, row: Row) -> None:
+    def _take(self, row: BenchRow) -> None:
         self._rows.append(row)
         self._progress.done += row.ok
         self._progress.failed += not row.ok and not row.cut
         if self._watch(row):
             self._stopped = True
 
-    def _row(self, start: Start, answer: Answer) -> Row:
+    def _row(self, start: RequestStart, answer: LoadAnswer) -> BenchRow:
         request, origin_s = start.request, self._origin_s
         count = answer.output_tokens
-        return Row(
+        return BenchRow(
             number=request.number,
             planned_s=start.planned_s,
             sent_s=answer.sent_s - origin_s,
@@ -220,11 +220,11 @@ class _Run:
         self._settle()
 
 
-def unsent_row(fail: Fail) -> Row:
+def unsent_row(fail: Fail) -> BenchRow:
     """Return the row of a request that was given up before it was sent."""
     request = fail.request
     at_s = fail.at_s
-    return Row(
+    return BenchRow(
         number=request.number,
         planned_s=at_s,
         sent_s=at_s,

@@ -13,7 +13,7 @@ import grpc.aio
 from pdserve.bench.load.failures import BAD_UTF8, BROKEN_STREAM, CONNECTION_REFUSED, TOO_MANY_TOKENS
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.served import served_of_message, served_of_timeline
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.client.command_line import NOTHING_LISTENS
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
@@ -38,7 +38,7 @@ class GrpcTarget:
         self._channels = [open_channel(address) for _ in range(channels)]
         self._stubs = itertools.cycle([inference_pb2_grpc.InferenceStub(channel) for channel in self._channels])
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         """Send the call and fill the answer. See `Target.send`."""
         try:
             message = request_message(call, self._options)
@@ -66,7 +66,7 @@ class GrpcTarget:
             await channel.close(grace=None)
 
 
-def request_message(call: Call, options: RequestOptions) -> inference_pb2.GenerateRequest:
+def request_message(call: LoadCall, options: RequestOptions) -> inference_pb2.GenerateRequest:
     """Return the message of a call. Raises `UnicodeEncodeError` for a text that UTF-8 cannot hold."""
     message = inference_pb2.GenerateRequest(
         model=options.model,
@@ -86,7 +86,7 @@ def request_message(call: Call, options: RequestOptions) -> inference_pb2.Genera
     return message
 
 
-async def _read(stream: Any, call: Call, answer: Answer) -> str:
+async def _read(stream: Any, call: LoadCall, answer: LoadAnswer) -> str:
     """Read the stream to its end. Return the reason of a failure, or nothing."""
     end: Any = grpc.aio.EOF  # type: ignore[attr-defined]
     now, read, arrivals, ids, texts = time.perf_counter, stream.read, answer.arrivals, answer.ids, answer.texts
@@ -107,7 +107,7 @@ async def _read(stream: Any, call: Call, answer: Answer) -> str:
     return BROKEN_STREAM
 
 
-def _explain(exc: grpc.aio.AioRpcError, answer: Answer) -> None:
+def _explain(exc: grpc.aio.AioRpcError, answer: LoadAnswer) -> None:
     """Write the reason of a failed call, and what the router's timeline says of it."""
     metadata: Any = exc.trailing_metadata()
     trailing: dict[str, Any] = dict(metadata or ())

@@ -25,7 +25,7 @@ LINGER_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Reader(Protocol):
+class ResponseReader(Protocol):
     """The reader of one answer."""
 
     done: bool
@@ -45,13 +45,13 @@ class Reader(Protocol):
         """Note the end of the message or of the connection."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection. Its target owns it, and closes it by `abort`."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._reader: Reader | None = None
+        self._reader: ResponseReader | None = None
         self._over: asyncio.Future[str] | None = None  # the end of the present request: "", or its failure
         self._timer: asyncio.TimerHandle | None = None
         self._now_s = 0.0
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.usable = True
         """The connection may take a further request when this one is over."""
 
-    async def request(self, data: bytes, reader: Reader) -> str:
+    async def request(self, data: bytes, reader: ResponseReader) -> str:
         """Send a request and wait for the end of its answer. Return the reason of a failure, or nothing.
 
         A cancellation aborts the connection.

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.bench.load.failures import BAD_UTF8, CHAT_NEEDS_TEXT, CONNECT_FAILED, CONNECTION_REFUSED
-from pdserve.bench.load.http_connection import Connection, Reader
+from pdserve.bench.load.http_connection import HttpConnection, ResponseReader
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.sse import SseReader
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.core.errors import ConfigError
 
 COMPLETIONS: Final = "/v1/completions"
@@ -78,7 +78,7 @@ class HttpTarget:
         path = url.prefix + (CHAT if http.chat else COMPLETIONS)
         self._head = request_head("POST", path, url, http.api_key)
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         """Send the call and fill the answer. See `Target.send`."""
         if self._http.chat and not isinstance(call.prompt, str):
             answer.error = CHAT_NEEDS_TEXT
@@ -106,10 +106,10 @@ class ConnectionPool:
     def __init__(self, url: BaseUrl) -> None:
         self._url = url
         self._tls = ssl.create_default_context() if url.tls else None
-        self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
+        self._idle: list[HttpConnection] = []
+        self._open: set[HttpConnection] = set()
 
-    async def request(self, data: bytes, reader: Reader) -> tuple[str, str]:
+    async def request(self, data: bytes, reader: ResponseReader) -> tuple[str, str]:
         """Send a request on a connection. Return the reason of a failure and what the system said of it, or nothing.
 
         A server may close a kept connection at the moment of a request. Such a request is sent again, on a new connection.
@@ -136,7 +136,7 @@ class ConnectionPool:
         self._open.clear()
         self._idle.clear()
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -144,16 +144,16 @@ class ConnectionPool:
             self._open.discard(connection)
         return None
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, connection: HttpConnection) -> None:
         if connection.usable:
             self._idle.append(connection)
         else:
             connection.abort()
             self._open.discard(connection)
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> HttpConnection:
         url = self._url
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, url.host, url.port, ssl=self._tls)
+        _, connection = await asyncio.get_running_loop().create_connection(HttpConnection, url.host, url.port, ssl=self._tls)
         self._open.add(connection)
         return connection
 
@@ -164,7 +164,7 @@ def request_head(method: str, path: str, url: BaseUrl, api_key: str) -> bytes:
     return head.encode() + _header("Authorization", f"Bearer {api_key}" if api_key else "")
 
 
-def request_body(call: Call, options: RequestOptions, http: HttpOptions) -> bytes:
+def request_body(call: LoadCall, options: RequestOptions, http: HttpOptions) -> bytes:
     """Return the JSON body of a call. Raises `UnicodeEncodeError` for a text that UTF-8 cannot hold."""
     usage: dict[str, bool] = {"include_usage": True}
     if http.continuous_usage:

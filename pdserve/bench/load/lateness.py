@@ -13,20 +13,20 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.load.failures import NEVER_SENT
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 
 MAX_LAG_S: Final = 0.01
 MAX_LAG_OF_TTFT: Final = 0.05
 """The largest share of the median TTFT that the lag may have."""
 
 
-def lag_p99_s(rows: Sequence[Row]) -> float | None:
+def lag_p99_s(rows: Sequence[BenchRow]) -> float | None:
     """Return the lag that 99 % of the measured requests stay below. None: none was sent."""
     lags_s = [row.send_lag_s for row in rows if not row.warm_up and row.error not in NEVER_SENT]
     return float(np.percentile(lags_s, 99)) if lags_s else None
 
 
-def refusal(rows: Sequence[Row]) -> str:
+def refusal(rows: Sequence[BenchRow]) -> str:
     """Return why a run does not count, in one line that says what to do. Empty: it counts."""
     lag_s = lag_p99_s(rows)
     if lag_s is None:

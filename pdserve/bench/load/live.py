@@ -12,8 +12,8 @@ import numpy as np
 
 from pdserve.bench.layout import Slo
 from pdserve.bench.load.failures import NEVER_SENT
-from pdserve.bench.load.watch import Progress
-from pdserve.bench.row import Row
+from pdserve.bench.load.watch import RunProgress
+from pdserve.bench.row import BenchRow
 
 WINDOW_S: Final = 10.0
 MAX_ROWS: Final = 2_000
@@ -49,13 +49,13 @@ class LiveFigures:
         self._slo_of = slo_of
         self._duration_s = duration_s
         self._requests = requests
-        self._rows: deque[Row] = deque(maxlen=MAX_ROWS)
+        self._rows: deque[BenchRow] = deque(maxlen=MAX_ROWS)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: BenchRow) -> None:
         """Take a row of a request that has ended."""
         self._rows.append(row)
 
-    def of(self, progress: Progress) -> Live:
+    def of(self, progress: RunProgress) -> Live:
         """Return the figures of this moment."""
         now_s = progress.now_s
         while self._rows and self._rows[0].ended_s < now_s - WINDOW_S:
@@ -83,7 +83,7 @@ class LiveFigures:
             eta_s=self._eta_s(progress),
         )
 
-    def _eta_s(self, progress: Progress) -> float | None:
+    def _eta_s(self, progress: RunProgress) -> float | None:
         ended = progress.done + progress.failed
         by_time = None if self._duration_s is None else max(0.0, self._duration_s - progress.now_s)
         by_count = None

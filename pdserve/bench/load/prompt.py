@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.bench.load.failures import ANSWER_GONE, MIXED_PROMPT
-from pdserve.bench.load.target import Answer
+from pdserve.bench.load.target import LoadAnswer
 from pdserve.bench.workload.request import AnswerOf, BenchRequest, Ids
 
 MAX_KEPT_TOKENS: Final = 1 << 22
@@ -38,7 +38,7 @@ class KeptAnswers:
         self._answers: dict[int, _Kept] = {}
         self._order: deque[int] = deque()
 
-    def keep(self, number: int, answer: Answer) -> None:
+    def keep(self, number: int, answer: LoadAnswer) -> None:
         """Keep the answer of a request that was answered whole."""
         kept = _Kept("".join(answer.texts), array("I", answer.ids), sum(count for _, count in answer.arrivals))
         self._answers[number] = kept

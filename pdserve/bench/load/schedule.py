@@ -25,7 +25,7 @@ AT_ONCE_S: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RequestStart:
     """Send the request now."""
 
     request: BenchRequest
@@ -130,9 +130,9 @@ class Schedule:
             self._plan(request, index, now_s)
         return []
 
-    def begin(self, now_s: float) -> list[Start]:
+    def begin(self, now_s: float) -> list[RequestStart]:
         """Start all requests that are due and have a place. Close the schedule when the time is over."""
-        starts: list[Start] = []
+        starts: list[RequestStart] = []
         while (self._unused or self._free_s) and (due := self._next_due(now_s)) is not None:
             due_s, index, request = due
             place_s = -math.inf if self._unused else self._free_s.popleft()
@@ -144,7 +144,7 @@ class Schedule:
             self._roots -= not request.after
             self._running.add(request.number)
             held = place_s > due_s and request.send_at_s is not None
-            starts.append(Start(request, planned_s, self._count(index, planned_s), held))
+            starts.append(RequestStart(request, planned_s, self._count(index, planned_s), held))
             if self._full:
                 self.close()
         if now_s + AT_ONCE_S >= self._end_s:

@@ -1,4 +1,4 @@
-"""The events of a streamed OpenAI answer, whoever sends them, become the times and tokens of an `Answer`.
+"""The events of a streamed OpenAI answer, whoever sends them, become the times and tokens of an `LoadAnswer`.
 
 A server says how many tokens a chunk has only where it sends its usage with each chunk (`continuous_usage_stats` of vLLM and of
 pdserve). Otherwise a chunk with text counts as one token until the usage at the end gives the sum. Nothing here is kept that
@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.bench.load.failures import BAD_JSON, BROKEN_STREAM, LINE_TOO_LONG, REDIRECTED, TOO_MANY_TOKENS
 from pdserve.bench.load.served import served_of_json, served_of_timeline
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.bench.row import Served
 
 MAX_LINE_BYTES: Final = 1 << 20
@@ -46,20 +46,20 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _SseChunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     pdserve: Served | None = None
     error: Any = None
 
 
-_DECODER: Final = msgspec.json.Decoder(_Chunk)
+_DECODER: Final = msgspec.json.Decoder(_SseChunk)
 
 
 class SseReader:
     """Reads one answer. The connection calls it as the answer comes; `failed` then says that the connection is of no use."""
 
-    def __init__(self, call: Call, answer: Answer) -> None:
+    def __init__(self, call: LoadCall, answer: LoadAnswer) -> None:
         self._answer = answer
         self._max_tokens = call.max_tokens
         self._rest = bytearray()  # the beginning of a line
@@ -144,7 +144,7 @@ class SseReader:
         if chunk.pdserve is not None:
             answer.served = served_of_json(chunk.pdserve, answer.served.cached_prompt_tokens)
 
-    def _count(self, chunk: _Chunk, text: str, now_s: float) -> None:
+    def _count(self, chunk: _SseChunk, text: str, now_s: float) -> None:
         """Count the tokens of a chunk, by its usage where it has one, else as one token if it has text."""
         answer, usage = self._answer, chunk.usage
         tokens = 1 if text else 0

@@ -10,7 +10,7 @@ from pdserve.bench.workload.request import Ids
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LoadCall:
     """One request as it is sent: every part of its prompt is known."""
 
     number: int
@@ -21,7 +21,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
+class LoadAnswer:
     """The answer to one call. The target fills it while it arrives; the generator reads it when the call has ended.
 
     All times are those of the generator's clock, not of the run.
@@ -48,7 +48,7 @@ class Answer:
 class Target(Protocol):
     """A server. Its implementations are `GrpcTarget` and `HttpTarget`."""
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         """Send the call and fill `answer` until it has ended. A failure is written to `answer.error`; nothing is raised.
 
         A cancellation ends the call on the server as well.

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from pdserve.bench.load.target import Answer
-from pdserve.bench.row import Row
+from pdserve.bench.load.target import LoadAnswer
+from pdserve.bench.row import BenchRow
 
 MAX_REASONS: Final = 32
 """The most reasons whose first message is kept."""
 MAX_MESSAGE_CHARS: Final = 300
 
 
-class Watch(Protocol):
+class LoadWatch(Protocol):
     """A function that the generator calls with each finished row, in the order in which requests end."""
 
-    def __call__(self, row: Row) -> bool:
+    def __call__(self, row: BenchRow) -> bool:
         """Take a row. True ends the run: nothing more is sent, and what still runs is cut off (`Row.cut`)."""
 
 
-def watch_nothing(row: Row) -> bool:
+def watch_nothing(row: BenchRow) -> bool:
     """Let the run go on to its end."""
     return False
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """The state of a run, for a view. The generator changes it; everybody else only reads it."""
 
     now_s: float = 0.0
@@ -36,7 +36,7 @@ class Progress:
     failed: int = 0
     held: int = 0
     """Requests that had to wait for a place under `max_concurrency`, so that the load was less than was planned."""
-    running: dict[int, Answer] = field(default_factory=dict)
+    running: dict[int, LoadAnswer] = field(default_factory=dict)
     """The requests that run, by number. Their times are those of the generator's clock."""
     messages: dict[str, str] = field(default_factory=dict)
     """The first message of each reason of a failure, in one line of bounded length."""

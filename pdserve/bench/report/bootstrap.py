@@ -60,7 +60,7 @@ class Statistic(Protocol):
         ...
 
 
-class Mean:
+class BootstrapMean:
     """The sum of amounts over the sum of bases: a mean where each base is 1, and a rate where they are times."""
 
     def __init__(self, amounts: Floats, bases: Floats) -> None:
@@ -103,10 +103,10 @@ class Percentile:
         return found
 
 
-def mean_of(values: Floats) -> Mean:
+def mean_of(values: Floats) -> BootstrapMean:
     """Return the mean of one value for each request. NaN stands for requests without one."""
     told = ~np.isnan(values)
-    return Mean(np.where(told, values, 0.0), told.astype(np.float64))
+    return BootstrapMean(np.where(told, values, 0.0), told.astype(np.float64))
 
 
 def percentile_of(values: Floats, percent: float) -> Percentile:

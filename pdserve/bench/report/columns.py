@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.bench.layout import Slo
-from pdserve.bench.row import Row, Served
+from pdserve.bench.row import BenchRow, Served
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -26,7 +26,7 @@ class Columns:
     """The measured requests of a run, in the order in which they were sent. Arrays have one value for each request, except
     `gap_s` and `gap_owner`. Times are seconds."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     """The requests that count: they neither warmed the server up nor were cut off by the end of the run."""
     ok: Bools
     attained: Bools
@@ -48,7 +48,7 @@ class Columns:
         return _floats([field(row.served) if row.ok else None for row in self.rows])
 
 
-def columns(rows: Sequence[Row], slo_of: Callable[[str], Slo]) -> Columns:
+def columns(rows: Sequence[BenchRow], slo_of: Callable[[str], Slo]) -> Columns:
     """Turn the rows of a run into arrays. `slo_of` returns the targets of a class by its name."""
     measured = tuple(sorted((row for row in rows if row.counts), key=lambda row: (row.sent_s, row.number)))
     slos = {name: slo_of(name) for name in sorted({row.slo_class for row in measured})}
@@ -75,7 +75,7 @@ def known(values: Floats) -> Floats:
     return kept
 
 
-def _gaps(rows: Sequence[Row]) -> tuple[Floats, Ints]:
+def _gaps(rows: Sequence[BenchRow]) -> tuple[Floats, Ints]:
     """Return the gaps of all answered requests, and the index of the request of each gap."""
     counts = np.array([len(row.arrivals) if row.ok else 0 for row in rows], dtype=np.int64)
     answered = (row.arrivals for row in rows if row.ok)

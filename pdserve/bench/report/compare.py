@@ -14,7 +14,16 @@ from typing import Any, Final
 import numpy as np
 
 from pdserve.bench.layout import Slo
-from pdserve.bench.report.bootstrap import Interval, Mean, Percentile, Statistic, compare, figure, mean_of, percentile_of
+from pdserve.bench.report.bootstrap import (
+    BootstrapMean,
+    Interval,
+    Percentile,
+    Statistic,
+    compare,
+    figure,
+    mean_of,
+    percentile_of,
+)
 from pdserve.bench.report.columns import Columns, Floats, columns
 from pdserve.bench.report.files import Run
 from pdserve.bench.row import Served
@@ -142,7 +151,7 @@ def _rate(amount: Callable[[Columns], Floats]) -> Callable[[Columns], Statistic 
             return None
         order = np.argsort(run.ended_s, kind="stable")
         times_s = np.diff(run.ended_s[order], prepend=run.sent_s.min())
-        return Mean((amount(run) * run.ok)[order], times_s)
+        return BootstrapMean((amount(run) * run.ok)[order], times_s)
 
     return of
 
@@ -150,7 +159,7 @@ def _rate(amount: Callable[[Columns], Floats]) -> Callable[[Columns], Statistic 
 def _mean_gap(run: Columns) -> Statistic:
     requests = len(run.rows)
     sums = np.bincount(run.gap_owner, weights=run.gap_s, minlength=requests)
-    return Mean(np.asarray(sums, dtype=np.float64), np.bincount(run.gap_owner, minlength=requests).astype(np.float64))
+    return BootstrapMean(np.asarray(sums, dtype=np.float64), np.bincount(run.gap_owner, minlength=requests).astype(np.float64))
 
 
 FIGURES: Final[tuple[_Figure, ...]] = (

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.bench.report.flat_row import FIELDS, FlatRow, flat, row_of
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.core.errors import ConfigError
 
 FORMAT: Final = "pdserve-bench-run"
@@ -39,11 +39,11 @@ class RunFileError(ConfigError):
 class Run:
     """A run as its file holds it. `meta` holds JSON's types only; `pdserve.bench.report.meta` makes it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     meta: dict[str, Any] = field(default_factory=dict)
 
 
-class _Head(msgspec.Struct):
+class _FilesHead(msgspec.Struct):
     """The part of a JSON file that every version has."""
 
     format: str
@@ -134,7 +134,7 @@ def read_bytes(path: Path) -> bytes:
 
 def _decode_json(path: Path, content: bytes) -> tuple[dict[str, Any], list[FlatRow]]:
     try:
-        head = msgspec.json.decode(content, type=_Head)
+        head = msgspec.json.decode(content, type=_FilesHead)
         check_head(path, head.format, head.version)
         document = msgspec.json.decode(content, type=_Document)
     except msgspec.ValidationError as exc:

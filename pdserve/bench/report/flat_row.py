@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 
-from pdserve.bench.row import Row, Served
+from pdserve.bench.row import BenchRow, Served
 
 
 class FlatRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of a `Row`, then those of its `Served`. The arrivals are two lists of equal length."""
+    """The fields of a `BenchRow`, then those of its `Served`. The arrivals are two lists of equal length."""
 
     number: int
     planned_s: float
@@ -62,10 +62,10 @@ NUMBERS: Final = (
 LARGEST: Final = (1 << 63) - 1
 """The largest integer of a column in parquet."""
 _OF_SERVED: Final = tuple(one.name for one in fields(Served))
-_OF_ROW: Final = tuple(one.name for one in fields(Row) if one.name not in ("arrivals", "served"))
+_OF_ROW: Final = tuple(one.name for one in fields(BenchRow) if one.name not in ("arrivals", "served"))
 
 
-def flat(row: Row) -> FlatRow:
+def flat(row: BenchRow) -> FlatRow:
     """Return the row as the files hold it."""
     own = {name: getattr(row, name) for name in _OF_ROW}
     served = {name: getattr(row.served, name) for name in _OF_SERVED}
@@ -73,8 +73,8 @@ def flat(row: Row) -> FlatRow:
     return FlatRow(**own, **served, arrival_times_s=times_s, arrival_tokens=[tokens for _, tokens in row.arrivals])
 
 
-def row_of(row: FlatRow) -> Row:
+def row_of(row: FlatRow) -> BenchRow:
     """Return the row that a file holds."""
     own = {name: getattr(row, name) for name in _OF_ROW}
     served = Served(**{name: getattr(row, name) for name in _OF_SERVED})
-    return Row(**own, served=served, arrivals=tuple(zip(row.arrival_times_s, row.arrival_tokens, strict=True)))
+    return BenchRow(**own, served=served, arrivals=tuple(zip(row.arrival_times_s, row.arrival_tokens, strict=True)))

@@ -18,7 +18,7 @@ import numpy as np
 from pdserve.bench.layout import Slo
 from pdserve.bench.load.failures import NEVER_SENT
 from pdserve.bench.report.columns import Bools, Columns, Floats, columns, known
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 
 STALL_S: Final = 0.1
 """A gap above this counts as a stall. Ten tokens a second are faster than people read, and a longer gap can be seen."""
@@ -120,7 +120,7 @@ class Summary:
         return asdict(self)
 
 
-def summarise(rows: Sequence[Row], slo_of: Callable[[str], Slo], *, workers: int | None = None) -> Summary:
+def summarise(rows: Sequence[BenchRow], slo_of: Callable[[str], Slo], *, workers: int | None = None) -> Summary:
     """Compute the figures of a run.
 
     rows: in any order. slo_of: returns the targets of a class by its name. workers: the number of workers that served.

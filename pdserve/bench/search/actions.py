@@ -9,7 +9,7 @@ from pdserve.bench.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunAction:
     """Shape the cluster, where it has another layout, and run one rate until it is decided."""
 
     layout: Layout
@@ -21,7 +21,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopAction:
     """The search is over."""
 
     complete: bool
@@ -29,4 +29,4 @@ class Stop:
     """The reason, as a sentence for the operator."""
 
 
-Action: TypeAlias = Run | Stop
+Action: TypeAlias = RunAction | StopAction

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from pdserve.bench.layout import Layout
-from pdserve.bench.search.actions import Run, Stop
+from pdserve.bench.search.actions import RunAction, StopAction
 from pdserve.bench.search.goodput import GoodputSearch
 from pdserve.bench.search.reshape import CannotShape
 from pdserve.bench.search.result import Point
@@ -21,14 +21,14 @@ _RESHAPE_S: Final = 5.0
 class Measure(Protocol):
     """It measures one rate on the cluster as it is shaped."""
 
-    async def measure(self, run: Run, number: int, repeat: int) -> Point:
+    async def measure(self, run: RunAction, number: int, repeat: int) -> Point:
         """Run one rate and return its point, with nothing left running.
 
         `number` counts the points of the search before it, and `repeat` those of the same layout.
         """
 
 
-class Shape(Protocol):
+class ClusterShape(Protocol):
     """It brings a cluster to a layout. `pdserve.bench.search.shaper.Shaper` does it to a live one."""
 
     async def shape(self, layout: Layout) -> None:
@@ -41,10 +41,10 @@ class Shape(Protocol):
         """Bring back the layout that the cluster had first."""
 
 
-class View(Protocol):
+class ClusterView(Protocol):
     """It shows what a search does."""
 
-    def begins(self, run: Run, points: Sequence[Point], left_s: float) -> None:
+    def begins(self, run: RunAction, points: Sequence[Point], left_s: float) -> None:
         """Show that a run begins. `left_s` is what is left of the budget."""
 
     def ends(self, points: Sequence[Point]) -> None:
@@ -54,13 +54,13 @@ class View(Protocol):
 async def carry_out(
     search: GoodputSearch,
     measure: Measure,
-    shaper: Shape,
-    view: View,
+    shaper: ClusterShape,
+    view: ClusterView,
     *,
     points: Sequence[Point] = (),
     budget_s: float = math.inf,
     clock: Callable[[], float],
-) -> tuple[list[Point], Stop]:
+) -> tuple[list[Point], StopAction]:
     """Search until nothing is left to do or the budget is used up, and return all points and why it ended.
 
     Every new point is shown to the view at once, so whoever ends the search loses one running point at most. The first layout
@@ -74,7 +74,7 @@ async def carry_out(
         while True:
             left_s = budget_s - (clock() - began_s) - reshape_s  # the last change brings the first layout back
             action = search.next(found, left_s, reshape_s, shaped)
-            if isinstance(action, Stop):
+            if isinstance(action, StopAction):
                 return found, action
             view.begins(action, found, left_s)
             if action.layout != shaped:

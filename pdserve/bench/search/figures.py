@@ -11,7 +11,7 @@ import numpy as np
 from pdserve.bench.layout import Slo
 from pdserve.bench.report.columns import columns
 from pdserve.bench.report.summary import Distribution, summarise
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.search.result import Figures
 
 _BOUNDS_S: Final = 1e-3 * np.sqrt(2.0) ** np.arange(28)
@@ -48,7 +48,7 @@ def prompt_share(before: Counters, after: Counters) -> float | None:
     return sum(now.prompt_s - then.prompt_s for then, now in pairs) / busy_s if busy_s > 0.0 else None
 
 
-def figures_of(rows: Sequence[Row], slo: Slo, before: Counters, after: Counters) -> Figures:
+def figures_of(rows: Sequence[BenchRow], slo: Slo, before: Counters, after: Counters) -> Figures:
     """Return the figures of a run. Rows that warmed the cluster up or were cut off do not count. What is unknown is 0."""
     summary = summarise(rows, lambda _: slo)
     return Figures(
@@ -68,7 +68,7 @@ def figures_of(rows: Sequence[Row], slo: Slo, before: Counters, after: Counters)
     )
 
 
-def disaggregated_share(rows: Sequence[Row]) -> float | None:
+def disaggregated_share(rows: Sequence[BenchRow]) -> float | None:
     """Return the share of the requests that count whose prompts were computed in a prefill pool. None: it is unknown."""
     placed = [row.served.placement for row in rows if row.counts and row.served.placement]
     return placed.count("disaggregated") / len(placed) if placed else None

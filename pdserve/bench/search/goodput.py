@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Final
 
 from pdserve.bench.layout import Layout
-from pdserve.bench.search.actions import Action, Run, Stop
+from pdserve.bench.search.actions import Action, RunAction, StopAction
 from pdserve.bench.search.curve import next_rate
-from pdserve.bench.search.race import Family, families
+from pdserve.bench.search.race import TestFamily, families
 from pdserve.bench.search.result import LayoutResult, Point
 from pdserve.bench.search.settings import SearchSettings
 
@@ -50,13 +50,13 @@ class GoodputSearch:
         """
         groups = families(self.settings, points)
         action = self._wanted(self._in_turn(groups, points, remaining_s), points)
-        if isinstance(action, Stop):
+        if isinstance(action, StopAction):
             return action
         left_s = remaining_s - (reshape_s if action.layout != shaped else 0.0)
         settled = all(group.points and group.settled(group.leader) for group in groups)
         needed_s = self._least_s(settled)
         if left_s < needed_s:
-            return Stop(
+            return StopAction(
                 False,
                 f"the budget is used up: {max(0.0, remaining_s):.0f} s are left, and one more point needs {needed_s:.0f} s",
             )
@@ -91,17 +91,17 @@ class GoodputSearch:
         return one_s + (settings.max_point_s if settled else 0.0)
 
     @staticmethod
-    def _in_turn(groups: Sequence[Family], points: Sequence[Point], remaining_s: float) -> list[Family]:
+    def _in_turn(groups: Sequence[TestFamily], points: Sequence[Point], remaining_s: float) -> list[TestFamily]:
         """Return the families, those last that have used their share of the budget."""
         share_s = (sum(point.measured_s for point in points) + remaining_s) * _SHARE
 
-        def used_up(group: Family) -> bool:
+        def used_up(group: TestFamily) -> bool:
             of_group = (point.measured_s for point in points if point.layout.disaggregated is group.disaggregated)
             return sum(of_group) >= share_s
 
         return sorted(groups, key=used_up)
 
-    def _wanted(self, groups: Sequence[Family], points: Sequence[Point]) -> Run | Stop:
+    def _wanted(self, groups: Sequence[TestFamily], points: Sequence[Point]) -> RunAction | StopAction:
         """Return the next point, were there no end of time."""
         for group in groups:
             run = self._settle(group, group.leader, groups, points)
@@ -119,20 +119,22 @@ class GoodputSearch:
                     return run
         caps = [self._cap(points, group.leader) for group in groups if not group.settled(group.leader)]
         if caps and min(caps) == math.inf:
-            return Stop(
+            return StopAction(
                 False,
                 f"runs of {self.settings.max_point_s:.0f} s are too short to decide rates below "
                 f"{self.settings.decidable_per_s:.3g} requests a second: give a larger --max-point-s or --budget-minutes",
             )
         if caps:
-            return Stop(
+            return StopAction(
                 False,
                 f"the generator cannot send {min(caps):.3g} requests a second, which the cluster may serve: "
                 "run it on a machine, or on cores, that the workers do not use",
             )
-        return Stop(True, "every layout is settled, or can no longer be the best one")
+        return StopAction(True, "every layout is settled, or can no longer be the best one")
 
-    def _settle(self, group: Family, layout: Layout, groups: Sequence[Family], points: Sequence[Point]) -> Run | None:
+    def _settle(
+        self, group: TestFamily, layout: Layout, groups: Sequence[TestFamily], points: Sequence[Point]
+    ) -> RunAction | None:
         """Return the next point that settles a layout. None: it is settled, or the generator can offer no more."""
         if group.settled(layout) and group.points:
             return None
@@ -147,11 +149,11 @@ class GoodputSearch:
             return None
         return self._run(layout, rate, coarse=not curve.bracketed())
 
-    def _run(self, layout: Layout, rate_per_s: float, *, coarse: bool = False) -> Run:
+    def _run(self, layout: Layout, rate_per_s: float, *, coarse: bool = False) -> RunAction:
         """Return a run of one rate. A coarse one only brackets: the low end is measured again before it counts."""
         settings = self.settings
         resolution = _COARSE if coarse else settings.tolerance
-        return Run(layout, rate_per_s, settings.min_yes_s(resolution), settings.max_point_s)
+        return RunAction(layout, rate_per_s, settings.min_yes_s(resolution), settings.max_point_s)
 
     @staticmethod
     def _cap(points: Sequence[Point], layout: Layout) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from pdserve.bench.layout import Slo
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.search.trial import Trial
 from pdserve.bench.workload.request import BenchRequest
 
@@ -32,7 +32,7 @@ class Judge:
                 self._numbers[request.number] = self.trial.plan(request.send_at_s, due_s)
             yield request
 
-    def watch(self, row: Row) -> bool:
+    def watch(self, row: BenchRow) -> bool:
         """Take a row. Return True when the run is decided. Rows that the end of the run cut off tell nothing."""
         if row.cut:
             return True

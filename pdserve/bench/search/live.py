@@ -14,8 +14,8 @@ from pdserve.bench.load.limits import RunLimits
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.prompt import Encode
 from pdserve.bench.load.target import Target
-from pdserve.bench.row import Row
-from pdserve.bench.search.actions import Run
+from pdserve.bench.row import BenchRow
+from pdserve.bench.search.actions import RunAction
 from pdserve.bench.search.figures import Counters, figures_of
 from pdserve.bench.search.judge import Judge
 from pdserve.bench.search.result import Point
@@ -29,14 +29,14 @@ DRAIN_S: Final = 60.0
 _REQUEST_TIMEOUT_S: Final = 600.0
 
 
-class Targets(Protocol):
+class LiveTargets(Protocol):
     """The router. `pdserve.bench.load.grpc_target.GrpcTarget` is one."""
 
     def with_options(self, options: RequestOptions) -> Target:
         """Return the router as a target of requests with these options."""
 
 
-class Cluster(Protocol):
+class SearchedCluster(Protocol):
     """The cluster that is measured."""
 
     async def counters(self) -> Counters:
@@ -53,12 +53,12 @@ class LiveMeasure:
     settings: SearchSettings
     workload: Workload
     arrivals: Arrivals
-    target: Targets
-    cluster: Cluster
+    target: LiveTargets
+    cluster: SearchedCluster
     seed: int
-    refusal: Callable[[Sequence[Row]], str]
+    refusal: Callable[[Sequence[BenchRow]], str]
     """It says why rows do not count, as `pdserve.bench.load.lateness.refusal` does."""
-    observe: Callable[[Trial, Row], object] = lambda trial, row: None
+    observe: Callable[[Trial, BenchRow], object] = lambda trial, row: None
     """A view sees each row, and the trial after it."""
     encode: Encode | None = None
     placement: str = "disaggregated"
@@ -68,7 +68,7 @@ class LiveMeasure:
     clock: Callable[[], float] = time.perf_counter
     poll_s: float = 0.001
 
-    async def measure(self, run: Run, number: int, repeat: int) -> Point:
+    async def measure(self, run: RunAction, number: int, repeat: int) -> Point:
         """Run one rate and return its point.
 
         The points of a layout have lengths and gaps of their own, drawn from the seed and `repeat`. All layouts get the same
@@ -96,11 +96,11 @@ class LiveMeasure:
             overloaded=trial.decision is Decision.OVERLOADED,
         )
 
-    async def _rows(self, run: Run, judge: Judge, number: int, repeat: int) -> list[Row]:
+    async def _rows(self, run: RunAction, judge: Judge, number: int, repeat: int) -> list[BenchRow]:
         """Send the requests until the trial has decided or the time is over, and return the rows of all of them."""
-        rows: list[Row] = []
+        rows: list[BenchRow] = []
 
-        def watch(row: Row) -> bool:
+        def watch(row: BenchRow) -> bool:
             rows.append(row)
             decided = judge.watch(row)
             self.observe(judge.trial, row)
@@ -130,7 +130,7 @@ class LiveMeasure:
         """Return the rate at which the cluster answers when so many requests run at all times: a first guess of its goodput."""
         ends_s: list[float] = []
 
-        def watch(row: Row) -> bool:
+        def watch(row: BenchRow) -> bool:
             if row.ok:
                 ends_s.append(row.ended_s)
             return False

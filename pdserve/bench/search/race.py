@@ -16,7 +16,7 @@ _ROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TestFamily:
     """The layouts with a prefill pool, or those without one, that have points."""
 
     settings: SearchSettings
@@ -111,7 +111,7 @@ class Family:
         return None if smaller else math.inf
 
 
-def families(settings: SearchSettings, points: Sequence[Point]) -> list[Family]:
+def families(settings: SearchSettings, points: Sequence[Point]) -> list[TestFamily]:
     """Return the families that the settings name, the colocated one first: it is the baseline."""
     found = []
     for colocated in (True, False):
@@ -121,5 +121,5 @@ def families(settings: SearchSettings, points: Sequence[Point]) -> list[Family]:
             if not point.refused and point.layout.disaggregated is not colocated:
                 by_layout.setdefault(point.layout, []).append(point)
         if prefills:
-            found.append(Family(settings, prefills, by_layout))
+            found.append(TestFamily(settings, prefills, by_layout))
     return found

@@ -58,7 +58,7 @@ class ClusterNow:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WantedShape:
     """The role and the limits that one worker should have."""
 
     role: Role
@@ -70,7 +70,7 @@ class Target:
 class Home:
     """The layout of a cluster before a search. The file of a search keeps it until it is back."""
 
-    workers: dict[str, Target]
+    workers: dict[str, WantedShape]
     """The role and the limits of every worker, by its id."""
     pids: dict[str, int]
     """The processes of the workers. Others need not come back to anything."""
@@ -88,7 +88,7 @@ class FlipWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReshapeLimits:
     """New limits of some workers. 0: the limit stays as it is."""
 
     worker_ids: tuple[str, ...]
@@ -100,7 +100,7 @@ class Limits:
 class SetLimits:
     """Give workers new limits. Their heartbeats tell them later."""
 
-    parts: tuple[Limits, ...]
+    parts: tuple[ReshapeLimits, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ class Wait:
 Step = FlipWorker | SetLimits | Wait
 
 
-def homes_of(cluster: ClusterNow) -> dict[str, Target]:
+def homes_of(cluster: ClusterNow) -> dict[str, WantedShape]:
     """Return the present role and limits of every worker, by its id."""
     return {
-        one.name: Target(one.hello.role, one.max_num_batched_tokens, one.max_num_seqs)
+        one.name: WantedShape(one.hello.role, one.max_num_batched_tokens, one.max_num_seqs)
         for one in sorted(cluster.workers, key=lambda one: one.name)
     }
 
@@ -131,7 +131,7 @@ def pids_of(cluster: ClusterNow) -> dict[str, int]:
     return {one.name: int(one.hello.pid) for one in cluster.workers}
 
 
-def targets_of(layout: Layout, homes: Mapping[str, Target], hellos: Mapping[str, WorkerHello]) -> dict[str, Target]:
+def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping[str, WorkerHello]) -> dict[str, WantedShape]:
     """Return what every worker should be in a layout, by its id. Raises `CannotShape` for a layout that cannot be reached.
 
     hellos: of all workers of `homes`. Workers that compute prompts get the layout's `chunk_tokens`, and decode workers its
@@ -158,7 +158,7 @@ def targets_of(layout: Layout, homes: Mapping[str, Target], hellos: Mapping[str,
     return targets
 
 
-def next_step(cluster: ClusterNow, targets: Mapping[str, Target], *, idle: bool = True) -> Step | None:
+def next_step(cluster: ClusterNow, targets: Mapping[str, WantedShape], *, idle: bool = True) -> Step | None:
     """Return what to do now so that every worker becomes its target. None: the cluster is there and has settled.
 
     idle: it has settled only when nothing runs any more.
@@ -184,23 +184,23 @@ def next_step(cluster: ClusterNow, targets: Mapping[str, Target], *, idle: bool 
     return None
 
 
-def flips_between(cluster: ClusterNow, targets: Mapping[str, Target]) -> int | None:
+def flips_between(cluster: ClusterNow, targets: Mapping[str, WantedShape]) -> int | None:
     """Return how many flips lead to the targets if nobody else changes a role. None: some worker is not linked now."""
     if targets.keys() - {one.name for one in cluster.workers}:
         return None
     return sum(one.name in targets and targets[one.name].role is not one.hello.role for one in cluster.workers)
 
 
-def _target(layout: Layout, prefills: bool, hello: WorkerHello) -> Target:
+def _target(layout: Layout, prefills: bool, hello: WorkerHello) -> WantedShape:
     chunked = prefills or not layout.disaggregated
-    return Target(
+    return WantedShape(
         Role.PREFILL if prefills else Role.DECODE,
         layout.chunk_tokens if chunked else hello.max_num_batched_tokens,
         hello.max_num_seqs if prefills else layout.max_num_seqs,
     )
 
 
-def _rank(home: Target, hello: WorkerHello) -> int:
+def _rank(home: WantedShape, hello: WorkerHello) -> int:
     """Return the place of a worker in the order by which prefill workers are taken. One that cannot flip stays where it is."""
     if home.role is Role.PREFILL:
         return 0 if hello.flip_obstacle else 1
@@ -212,7 +212,7 @@ def _if_changed(max_num_seqs: int, hello: WorkerHello) -> int:
     return 0 if max_num_seqs == hello.max_num_seqs else max_num_seqs
 
 
-def _limits(workers: Mapping[str, WorkerNow], targets: Mapping[str, Target]) -> SetLimits | None:
+def _limits(workers: Mapping[str, WorkerNow], targets: Mapping[str, WantedShape]) -> SetLimits | None:
     """Return the limits to set, in parts of workers that need the same ones. None: all workers have theirs."""
     wrong: dict[tuple[int, int], list[str]] = {}
     for name, target in targets.items():
@@ -221,7 +221,7 @@ def _limits(workers: Mapping[str, WorkerNow], targets: Mapping[str, Target]) -> 
         seqs = 0 if now.max_num_seqs == target.max_num_seqs else target.max_num_seqs
         if tokens or seqs:
             wrong.setdefault((tokens, seqs), []).append(name)
-    return SetLimits(tuple(Limits(tuple(names), *limits) for limits, names in wrong.items())) if wrong else None
+    return SetLimits(tuple(ReshapeLimits(tuple(names), *limits) for limits, names in wrong.items())) if wrong else None
 
 
 def _unready(workers: Sequence[WorkerNow]) -> str:

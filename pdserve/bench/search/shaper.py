@@ -21,8 +21,8 @@ from pdserve.bench.search.reshape import (
     Home,
     SetLimits,
     Step,
-    Target,
     Wait,
+    WantedShape,
     flips_between,
     homes_of,
     next_step,
@@ -134,7 +134,7 @@ class Shaper:
             ) from exc
         self._ordered = False
 
-    async def _walk(self, targets: Mapping[str, Target], until_s: float, first: ClusterNow) -> None:
+    async def _walk(self, targets: Mapping[str, WantedShape], until_s: float, first: ClusterNow) -> None:
         """Take steps until every worker is its target, as long as the cluster is still `first`."""
         walk = _Walk(self._port, self._clock)
         flips: int | None = None
@@ -158,7 +158,7 @@ class Shaper:
             self._check_time(until_s, waits_for)
             await self._sleep(LOOK_S)
 
-    async def _walk_back(self, targets: dict[str, Target], until_s: float) -> None:
+    async def _walk_back(self, targets: dict[str, WantedShape], until_s: float) -> None:
         """Take steps until every worker is its target. Failed calls are tried again, and who stays away is left out."""
         walk, half_s, lost = _Walk(self._port, self._clock), (self._clock() + until_s) / 2, list[str]()
         while True:

@@ -14,7 +14,7 @@ AUTO: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SpaceLimits:
     """The limits that the workers of a cluster were started with, the smallest one of each."""
 
     workers: int
@@ -23,16 +23,16 @@ class Limits:
     max_num_seqs: int
 
 
-def limits_of(state: inference_pb2.GetClusterStateResponse) -> Limits:
+def limits_of(state: inference_pb2.GetClusterStateResponse) -> SpaceLimits:
     """Return the limits of the linked workers. Raises `ConfigError` when there are none."""
     hellos = [one.hello for one in state.workers]
     if not hellos:
         raise ConfigError("no worker is linked to this router: wait until `pdserve status` shows the workers")
     chunk_tokens = min(one.max_num_batched_tokens for one in hellos)
-    return Limits(len(hellos), chunk_tokens, min(one.max_num_seqs for one in hellos))
+    return SpaceLimits(len(hellos), chunk_tokens, min(one.max_num_seqs for one in hellos))
 
 
-def chunks_of(text: str, limits: Limits) -> tuple[int, ...]:
+def chunks_of(text: str, limits: SpaceLimits) -> tuple[int, ...]:
     """Read `--chunks`, numbers with commas between. Raises `ConfigError` for one above what the workers have memory for.
 
     "auto" means those of `CHUNKS` that fit, or else the largest step of the workers.
@@ -72,7 +72,7 @@ def splits_of(text: str, workers: int, prompt_share: float | None) -> tuple[int,
     return tuple(found)
 
 
-def first_chunk(chunks: Sequence[int], limits: Limits) -> int:
+def first_chunk(chunks: Sequence[int], limits: SpaceLimits) -> int:
     """Return the size with which splits are compared: 512 as vLLM's older default, or the one nearest to it."""
     wanted = min(512, limits.chunk_tokens or 512)
     return min(chunks, key=lambda one: abs(one - wanted))

@@ -13,7 +13,7 @@ from typing import Final
 
 from pdserve.bench.layout import Slo
 from pdserve.bench.search.result import Point
-from pdserve.bench.verdict.data import Binding, Constraint
+from pdserve.bench.verdict.data import Binding, ConstraintData
 
 BUSY: Final = 0.7
 """A pool that computes for a larger share of the time has queues: the wait of an M/D/1 queue exceeds a service time there."""
@@ -23,18 +23,18 @@ LINK_SHARE: Final = 0.25
 """The part of the TPOT target from which the exposed transfer counts as the reason that it is missed."""
 
 
-def find(points: Sequence[Point], refused: bool, slo: Slo, attainment: float, output_tokens: float) -> Constraint:
+def find(points: Sequence[Point], refused: bool, slo: Slo, attainment: float, output_tokens: float) -> ConstraintData:
     """Return the constraint of one layout from its counted points, by rate.
 
     refused: a point of the layout was refused, so the generator was late.
     """
     missed = [one for one in points if one.attainment < attainment]
     if not missed:
-        return Constraint(Binding.GENERATOR if refused else Binding.UNSEEN)
+        return ConstraintData(Binding.GENERATOR if refused else Binding.UNSEEN)
     point = missed[0]
     figures = point.figures
     sequences = figures.output_tokens_per_s / point.layout.decode * figures.tpot_p50_s if point.layout.decode else 0.0
-    return Constraint(
+    return ConstraintData(
         _binding(point, slo, sequences, output_tokens),
         point.rate_per_s,
         figures.ttft_p99_s,

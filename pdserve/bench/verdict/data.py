@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.bench.layout import Layout, Slo
 
 
-class Decision(Enum):
+class DecisionData(Enum):
     """The answer to the question whether prompts should be computed in a pool of their own."""
 
     DISAGGREGATE = "disaggregate"
@@ -48,7 +48,7 @@ class Binding(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class EstimateData:
     """A value with its 95 % interval. None: there is no such number, as for a ratio to 0, or no upper bound is known."""
 
     value: float | None
@@ -57,17 +57,17 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateData:
     """One measured layout, with its goodput in requests a second."""
 
     layout: Layout
     name: str
-    goodput: Estimate
+    goodput: EstimateData
     settled: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedData:
     """Both kinds of layouts at two points with nearly the same rate. Times are seconds."""
 
     apart_rate_per_s: float
@@ -85,7 +85,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedData:
     """The KV that crosses between the pools at the measured point nearest to the goodput of two pools."""
 
     rate_per_s: float
@@ -95,20 +95,20 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CostData:
     """The output tokens for the money, at the goodput of the recommended layout."""
 
     output_tokens_per_s: float
-    tokens_per_worker_hour: Estimate
+    tokens_per_worker_hour: EstimateData
     price_per_worker_hour: float | None
-    tokens_per_dollar: Estimate | None
-    baseline_tokens_per_worker_hour: Estimate | None
+    tokens_per_dollar: EstimateData | None
+    baseline_tokens_per_worker_hour: EstimateData | None
     """The same of the best colocated layout, where another layout is recommended."""
-    baseline_tokens_per_dollar: Estimate | None
+    baseline_tokens_per_dollar: EstimateData | None
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class ConstraintData:
     """The binding constraint of the recommended layout, with the numbers of the first point that missed the attainment."""
 
     binding: Binding
@@ -122,7 +122,7 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class FlipData:
     """A change of one thing with which the answer becomes another one. A calibrated model estimates it; nobody measured it."""
 
     lever: str
@@ -134,7 +134,7 @@ class Flip:
     """The factors with which the ends of the interval of the ratio give the same change. None: not within the scanned range."""
     value: float | None
     """The changed value in the unit of the lever. None: the present value is not known."""
-    to: Decision
+    to: DecisionData
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,30 +171,30 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerdictData:
     """The whole answer."""
 
-    decision: Decision
+    decision: DecisionData
     slo: Slo
     attainment: float
     workers: int
-    chosen: Candidate | None
-    apart: Candidate | None
+    chosen: CandidateData | None
+    apart: CandidateData | None
     """The best layout with two pools."""
-    together: Candidate | None
+    together: CandidateData | None
     """The best colocated layout: the baseline."""
-    ratio: Estimate | None
+    ratio: EstimateData | None
     """Goodput of two pools over that of the baseline."""
-    rivals: tuple[Candidate, ...]
+    rivals: tuple[CandidateData, ...]
     """Layouts of the chosen kind that cannot be told apart from the chosen one."""
-    compared: Compared | None
-    moved: Moved | None
-    cost: Cost | None
-    constraint: Constraint | None
+    compared: ComparedData | None
+    moved: MovedData | None
+    cost: CostData | None
+    constraint: ConstraintData | None
     fit: Fit | None
-    flips: tuple[Flip, ...]
+    flips: tuple[FlipData, ...]
     doubts: tuple[Doubt, ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidateData, ...]
     points: int
     requests: int
     measured_s: float

@@ -10,21 +10,30 @@ from collections.abc import Sequence
 
 from pdserve.bench.search.result import GoodputResult, LayoutResult, Point
 from pdserve.bench.verdict import constraint, intervals, model, points
-from pdserve.bench.verdict.data import Candidate, Constraint, Cost, Decision, Estimate, Fit, Flip, Verdict
+from pdserve.bench.verdict.data import (
+    CandidateData,
+    ConstraintData,
+    CostData,
+    DecisionData,
+    EstimateData,
+    Fit,
+    FlipData,
+    VerdictData,
+)
 from pdserve.bench.verdict.doubts import doubts
 from pdserve.bench.verdict.facts import Facts, describe, prompt_tokens
 from pdserve.bench.verdict.flips import flips
 
 
-def decide(result: GoodputResult, price_per_worker_hour: float | None = None) -> Verdict:
+def decide(result: GoodputResult, price_per_worker_hour: float | None = None) -> VerdictData:
     """Return the verdict of a result. price_per_worker_hour: US dollars."""
     valid = points.counted(result)
     apart = _best(result.best_disaggregated)
     together = _best(result.best_colocated)
     ratio = _ratio(result)
     decision = _decision(apart, together, ratio)
-    chosen = apart if decision is Decision.DISAGGREGATE or together is None else together
-    if decision is Decision.ONE_SIDE:
+    chosen = apart if decision is DecisionData.DISAGGREGATE or together is None else together
+    if decision is DecisionData.ONE_SIDE:
         chosen = apart or together
     fitted, found = _model(result, valid, apart, together, ratio, decision)
     rivals = _rivals(result, chosen)
@@ -32,7 +41,7 @@ def decide(result: GoodputResult, price_per_worker_hour: float | None = None) ->
     apart_points = points.of_layout(valid, apart.layout) if apart else []
     together_points = points.of_layout(valid, together.layout) if together else []
     facts = Facts(result.meta)
-    return Verdict(
+    return VerdictData(
         decision=decision,
         slo=result.slo,
         attainment=result.attainment,
@@ -57,16 +66,16 @@ def decide(result: GoodputResult, price_per_worker_hour: float | None = None) ->
     )
 
 
-def candidate(one: LayoutResult) -> Candidate:
+def candidate(one: LayoutResult) -> CandidateData:
     """Return a layout's result with its interval in order."""
-    return Candidate(one.layout, one.layout.name, intervals.estimate(one), one.settled)
+    return CandidateData(one.layout, one.layout.name, intervals.estimate(one), one.settled)
 
 
-def _best(one: LayoutResult | None) -> Candidate | None:
+def _best(one: LayoutResult | None) -> CandidateData | None:
     return None if one is None else candidate(one)
 
 
-def _ratio(result: GoodputResult) -> Estimate | None:
+def _ratio(result: GoodputResult) -> EstimateData | None:
     """Return the ratio of the two kinds of layouts. None: one kind is missing."""
     apart = [one for one in result.layouts if one.layout.disaggregated]
     together = [one for one in result.layouts if not one.layout.disaggregated]
@@ -75,18 +84,18 @@ def _ratio(result: GoodputResult) -> Estimate | None:
     return intervals.ratio(intervals.of_kind(apart), intervals.of_kind(together))
 
 
-def _decision(apart: Candidate | None, together: Candidate | None, ratio: Estimate | None) -> Decision:
+def _decision(apart: CandidateData | None, together: CandidateData | None, ratio: EstimateData | None) -> DecisionData:
     if apart is None and together is None:
-        return Decision.UNMEASURED
+        return DecisionData.UNMEASURED
     goodputs = [one.goodput for one in (apart, together) if one]
     if not any(one.value for one in goodputs):
-        return Decision.OPEN if any(one.high is None for one in goodputs) else Decision.NOTHING
+        return DecisionData.OPEN if any(one.high is None for one in goodputs) else DecisionData.NOTHING
     if ratio is None:
-        return Decision.ONE_SIDE
+        return DecisionData.ONE_SIDE
     return intervals.decided(ratio.low, ratio.high)
 
 
-def _rivals(result: GoodputResult, chosen: Candidate | None) -> tuple[Candidate, ...]:
+def _rivals(result: GoodputResult, chosen: CandidateData | None) -> tuple[CandidateData, ...]:
     """Return the other layouts of the chosen kind whose goodput may be as high as the lower end of the chosen one."""
     if chosen is None or not chosen.goodput.value:
         return ()
@@ -98,7 +107,7 @@ def _rivals(result: GoodputResult, chosen: Candidate | None) -> tuple[Candidate,
     return tuple(one for one in others if one.goodput.high is None or one.goodput.high >= chosen.goodput.low)
 
 
-def _constraint(result: GoodputResult, valid: Sequence[Point], chosen: Candidate | None) -> Constraint | None:
+def _constraint(result: GoodputResult, valid: Sequence[Point], chosen: CandidateData | None) -> ConstraintData | None:
     """Return what binds the chosen layout. None: it has no points."""
     if chosen is None:
         return None
@@ -112,11 +121,11 @@ def _constraint(result: GoodputResult, valid: Sequence[Point], chosen: Candidate
 def _model(
     result: GoodputResult,
     valid: Sequence[Point],
-    apart: Candidate | None,
-    together: Candidate | None,
-    ratio: Estimate | None,
-    decision: Decision,
-) -> tuple[Fit | None, tuple[Flip, ...]]:
+    apart: CandidateData | None,
+    together: CandidateData | None,
+    ratio: EstimateData | None,
+    decision: DecisionData,
+) -> tuple[Fit | None, tuple[FlipData, ...]]:
     """Return the calibrated model and the flips. Both are empty without points or goodput of both kinds."""
     if apart is None or together is None or ratio is None or not apart.goodput.value or not together.goodput.value:
         return None, ()
@@ -131,8 +140,8 @@ def _model(
 
 
 def _cost(
-    valid: Sequence[Point], chosen: Candidate | None, together: Candidate | None, price_per_worker_hour: float | None
-) -> Cost | None:
+    valid: Sequence[Point], chosen: CandidateData | None, together: CandidateData | None, price_per_worker_hour: float | None
+) -> CostData | None:
     """Return the tokens for the money. None: the recommended layout has no goodput or no points."""
     if chosen is None or not chosen.goodput.value:
         return None
@@ -140,7 +149,7 @@ def _cost(
     if hourly is None or hourly.value is None:
         return None
     baseline = None if together is None or together == chosen else _hourly(valid, together)
-    return Cost(
+    return CostData(
         output_tokens_per_s=hourly.value * chosen.layout.workers / 3600,
         tokens_per_worker_hour=hourly,
         price_per_worker_hour=price_per_worker_hour,
@@ -150,18 +159,18 @@ def _cost(
     )
 
 
-def _hourly(valid: Sequence[Point], one: Candidate) -> Estimate | None:
+def _hourly(valid: Sequence[Point], one: CandidateData) -> EstimateData | None:
     """Return the output tokens of a worker in an hour at the goodput of a layout, from its nearest point."""
     point = points.nearest(points.of_layout(valid, one.layout), one.goodput.value or 0.0)
     if point is None:
         return None
     each = point.figures.output_tokens_per_s / point.rate_per_s * 3600 / one.layout.workers
     value, low, high = one.goodput.value or 0.0, one.goodput.low, one.goodput.high
-    return Estimate(value * each, low * each, None if high is None else high * each)
+    return EstimateData(value * each, low * each, None if high is None else high * each)
 
 
-def _scaled(hourly: Estimate | None, price: float | None) -> Estimate | None:
+def _scaled(hourly: EstimateData | None, price: float | None) -> EstimateData | None:
     """Return tokens for a dollar. None: there is no price."""
     if hourly is None or hourly.value is None or not price:
         return None
-    return Estimate(hourly.value / price, hourly.low / price, None if hourly.high is None else hourly.high / price)
+    return EstimateData(hourly.value / price, hourly.low / price, None if hourly.high is None else hourly.high / price)

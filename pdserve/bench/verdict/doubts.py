@@ -12,7 +12,7 @@ from typing import Final
 
 from pdserve.bench.layout import Layout
 from pdserve.bench.search.result import GoodputResult, Point
-from pdserve.bench.verdict.data import Candidate, Decision, Doubt, Estimate, Fit, Flip
+from pdserve.bench.verdict.data import CandidateData, DecisionData, Doubt, EstimateData, Fit, FlipData
 from pdserve.bench.verdict.facts import Facts, clean
 from pdserve.bench.verdict.intervals import MARGIN
 from pdserve.bench.verdict.points import of_layout
@@ -37,12 +37,12 @@ MIXED: Final = 0.05
 def doubts(
     result: GoodputResult,
     points: Sequence[Point],
-    decision: Decision,
-    sides: Sequence[Candidate],
+    decision: DecisionData,
+    sides: Sequence[CandidateData],
     rivals: int,
     fitted: Fit | None,
-    flips: Sequence[Flip],
-    ratio: Estimate | None,
+    flips: Sequence[FlipData],
+    ratio: EstimateData | None,
 ) -> tuple[Doubt, ...]:
     """Return all doubts, the serious ones first. sides: the best layout of each kind, as far as it was measured."""
     facts = Facts(result.meta)
@@ -57,10 +57,10 @@ def doubts(
     return tuple(sorted(found, key=lambda one: not one.serious))
 
 
-def _of_search(result: GoodputResult, decision: Decision, sides: Sequence[Candidate], rivals: int) -> Iterator[Doubt]:
+def _of_search(result: GoodputResult, decision: DecisionData, sides: Sequence[CandidateData], rivals: int) -> Iterator[Doubt]:
     if not result.complete:
         yield Doubt("incomplete", True, {})
-    if decision is Decision.ONE_SIDE:
+    if decision is DecisionData.ONE_SIDE:
         yield Doubt("one_side", True, {})
     for side in sides:
         value, low, high = side.goodput.value or 0.0, side.goodput.low, side.goodput.high
@@ -79,8 +79,8 @@ def _of_search(result: GoodputResult, decision: Decision, sides: Sequence[Candid
         yield Doubt("best_of_many", False, {"layouts": len(result.layouts)})
 
 
-def _of_gain(decision: Decision, ratio: Estimate | None) -> Iterator[Doubt]:
-    if decision is Decision.DISAGGREGATE and ratio is not None and ratio.value is not None and ratio.value < MARGIN:
+def _of_gain(decision: DecisionData, ratio: EstimateData | None) -> Iterator[Doubt]:
+    if decision is DecisionData.DISAGGREGATE and ratio is not None and ratio.value is not None and ratio.value < MARGIN:
         yield Doubt("small_gain", False, {})
 
 
@@ -142,7 +142,7 @@ def _of_machine(facts: Facts) -> Iterator[Doubt]:
         yield Doubt("one_host", False, {})
 
 
-def _of_model(fitted: Fit | None, flips: Sequence[Flip]) -> Iterator[Doubt]:
+def _of_model(fitted: Fit | None, flips: Sequence[FlipData]) -> Iterator[Doubt]:
     if fitted is None:
         return
     errors = [one for one in (fitted.apart_error, fitted.together_error) if one is not None]

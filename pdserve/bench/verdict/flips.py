@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.bench.verdict import model
-from pdserve.bench.verdict.data import Decision, Estimate, Fit, Flip
+from pdserve.bench.verdict.data import DecisionData, EstimateData, Fit, FlipData
 from pdserve.bench.verdict.intervals import MARGIN
 from pdserve.bench.verdict.model import NO_TARGET_S, Scenario
 
@@ -41,7 +41,7 @@ LEVERS: Final = (
 )
 
 
-def flips(fitted: Fit, now: Scenario, ratio: Estimate, decision: Decision) -> tuple[Flip, ...]:
+def flips(fitted: Fit, now: Scenario, ratio: EstimateData, decision: DecisionData) -> tuple[FlipData, ...]:
     """Return the nearest flip of each lever, in each direction in which there is one.
 
     A decided answer flips where the ratio crosses 1. One that is not decided is decided where the near end of its interval
@@ -56,7 +56,9 @@ def flips(fitted: Fit, now: Scenario, ratio: Estimate, decision: Decision) -> tu
     return tuple(sorted((one for one in found if one is not None), key=lambda one: abs(math.log(one.factor))))
 
 
-def _nearest(lever: Lever, direction: int, fitted: Fit, now: Scenario, ratio: Estimate, decision: Decision) -> Flip | None:
+def _nearest(
+    lever: Lever, direction: int, fitted: Fit, now: Scenario, ratio: EstimateData, decision: DecisionData
+) -> FlipData | None:
     """Return the nearest flip of a lever in one direction. None: there is none in the range."""
     assert ratio.value is not None
     present = relative(fitted, now)
@@ -67,15 +69,15 @@ def _nearest(lever: Lever, direction: int, fitted: Fit, now: Scenario, ratio: Es
         return other / present if other is not None and present else None
 
     ends = (ratio.low, ratio.value, math.inf if ratio.high is None else ratio.high)
-    wanted = {Decision.DISAGGREGATE: [Decision.COLOCATE], Decision.COLOCATE: [Decision.DISAGGREGATE]}.get(
-        decision, [Decision.DISAGGREGATE, Decision.COLOCATE]
+    wanted = {DecisionData.DISAGGREGATE: [DecisionData.COLOCATE], DecisionData.COLOCATE: [DecisionData.DISAGGREGATE]}.get(
+        decision, [DecisionData.DISAGGREGATE, DecisionData.COLOCATE]
     )
     undecided = len(wanted) == 2
-    best: Flip | None = None
+    best: FlipData | None = None
     for to in wanted:
         if undecided:
             low, high = ends[0], ends[2]
-            level = min(low, high / MARGIN) if to is Decision.DISAGGREGATE else max(high, low * MARGIN)
+            level = min(low, high / MARGIN) if to is DecisionData.DISAGGREGATE else max(high, low * MARGIN)
         else:
             level = ends[1]
         factor = crossing(change, level, to, direction)
@@ -88,7 +90,7 @@ def _nearest(lever: Lever, direction: int, fitted: Fit, now: Scenario, ratio: Es
     return best
 
 
-def _flip(lever: Lever, factor: float, sides: list[float | None], fitted: Fit, now: Scenario, to: Decision) -> Flip:
+def _flip(lever: Lever, factor: float, sides: list[float | None], fitted: Fit, now: Scenario, to: DecisionData) -> FlipData:
     if lever.name == "workers":
         value: float | None = float(max(2, round(now.workers * factor)))
         factor = max(2, round(now.workers * factor)) / now.workers
@@ -97,7 +99,7 @@ def _flip(lever: Lever, factor: float, sides: list[float | None], fitted: Fit, n
         value = None if present is None else present * factor
     known = sorted(one for one in sides if one is not None)
     low, high = (known[0], known[1]) if len(known) == 2 else (None, None)
-    return Flip(lever.name, factor, low, high, value, to)
+    return FlipData(lever.name, factor, low, high, value, to)
 
 
 def relative(fitted: Fit, at: Scenario) -> float | None:
@@ -109,7 +111,7 @@ def relative(fitted: Fit, at: Scenario) -> float | None:
     return two / one
 
 
-def crossing(change: Callable[[float], float | None], level: float, to: Decision, direction: int) -> float | None:
+def crossing(change: Callable[[float], float | None], level: float, to: DecisionData, direction: int) -> float | None:
     """Return the factor nearest to 1 for which the ratio `level`, times its change, is on the other side of 1.
 
     direction: 1 tries factors above 1, and -1 tries those below. None: there is none up to `MOST_FACTOR`, or the ratio
@@ -120,7 +122,7 @@ def crossing(change: Callable[[float], float | None], level: float, to: Decision
         by = change(factor)
         if by is None or not level or math.isinf(level):
             return None
-        return level * by > 1 if to is Decision.DISAGGREGATE else level * by < 1
+        return level * by > 1 if to is DecisionData.DISAGGREGATE else level * by < 1
 
     inside = 0.0
     for step in range(1, STEPS + 1):

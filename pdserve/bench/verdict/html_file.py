@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.bench.verdict import words
-from pdserve.bench.verdict.data import Candidate, Verdict
+from pdserve.bench.verdict.data import CandidateData, VerdictData
 from pdserve.bench.verdict.plots import drawing
 from pdserve.bench.verdict.plots.chart import Material, label
 from pdserve.bench.verdict.plots.theme import DARK, LIGHT, Theme
@@ -30,7 +30,7 @@ def html(material: Material) -> str:
     return _environment().get_template(TEMPLATE).render(**content(material.verdict), pictures=pictures, css=Markup(colours()))
 
 
-def content(verdict: Verdict) -> dict[str, Any]:
+def content(verdict: VerdictData) -> dict[str, Any]:
     """Return the texts of the page, by their place in the template."""
     return {
         "headline": words.headline(verdict),
@@ -56,7 +56,7 @@ def colours() -> str:
     return f":root {{ {block(LIGHT)} }} @media (prefers-color-scheme: dark) {{ :root {{ {block(DARK)} }} }}"
 
 
-def _row(one: Candidate, verdict: Verdict) -> dict[str, str]:
+def _row(one: CandidateData, verdict: VerdictData) -> dict[str, str]:
     kind = "apart" if one.layout.disaggregated else "together"
     mark = "recommended" if one == verdict.chosen else "baseline" if one == verdict.together else ""
     value = number(one.goodput.value or 0.0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdserve.bench.search.result import LayoutResult
-from pdserve.bench.verdict.data import Decision, Estimate
+from pdserve.bench.verdict.data import DecisionData, EstimateData
 
 MARGIN: Final = 1.05
 """Two goodputs within this ratio of each other are equal for an operator. One pool is simpler, so it is then recommended.
@@ -23,35 +23,35 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def estimate(one: LayoutResult) -> Estimate:
+def estimate(one: LayoutResult) -> EstimateData:
     """Return the goodput of a layout. The interval always holds the value."""
     value, low, high = one.goodput_per_s, one.low_per_s, one.high_per_s
-    return Estimate(value, max(0.0, min(low, value)), finite(max(high, value)))
+    return EstimateData(value, max(0.0, min(low, value)), finite(max(high, value)))
 
 
-def of_kind(results: Iterable[LayoutResult]) -> Estimate:
+def of_kind(results: Iterable[LayoutResult]) -> EstimateData:
     """Return the goodput of the best of several layouts. Its ends are the largest ends: any of the layouts may be the best."""
     ends = [estimate(one) for one in results]
     highs = [one.high for one in ends]
-    return Estimate(
+    return EstimateData(
         max(one.value or 0.0 for one in ends),
         max(one.low for one in ends),
         None if None in highs else max(high for high in highs if high is not None),
     )
 
 
-def ratio(above: Estimate, below: Estimate) -> Estimate:
+def ratio(above: EstimateData, below: EstimateData) -> EstimateData:
     """Return `above` over `below`. The value is None when `below` is 0."""
     assert above.value is not None
     assert below.value is not None
     if not below.value:
-        return Estimate(None, _over(above.low, below.high), None)
+        return EstimateData(None, _over(above.low, below.high), None)
     if not above.value:
-        return Estimate(0.0, 0.0, finite(_upper(above.high, below.low)))
+        return EstimateData(0.0, 0.0, finite(_upper(above.high, below.low)))
     value = above.value / below.value
     down = math.hypot(_log(above.value, above.low), _log(below.high, below.value))
     up = math.hypot(_log(above.high, above.value), _log(below.value, below.low))
-    return Estimate(value, value * math.exp(-down), finite(value * math.exp(up)) if up < 700 else None)
+    return EstimateData(value, value * math.exp(-down), finite(value * math.exp(up)) if up < 700 else None)
 
 
 def _over(above: float, below: float | None) -> float:
@@ -67,11 +67,11 @@ def _log(above: float | None, below: float | None) -> float:
     return math.log(above / below) if above is not None and below else math.inf
 
 
-def decided(low: float, high: float | None) -> Decision:
+def decided(low: float, high: float | None) -> DecisionData:
     """Return the decision for a ratio that lies between these ends."""
     top = math.inf if high is None else high
     if low >= 1 / MARGIN and top <= MARGIN:
-        return Decision.EQUAL
+        return DecisionData.EQUAL
     if low > 1:
-        return Decision.DISAGGREGATE
-    return Decision.COLOCATE if top < 1 else Decision.UNDECIDED
+        return DecisionData.DISAGGREGATE
+    return DecisionData.COLOCATE if top < 1 else DecisionData.UNDECIDED

@@ -8,7 +8,7 @@ from typing import Final
 
 from pdserve.bench.layout import Layout
 from pdserve.bench.search.result import GoodputResult, Point
-from pdserve.bench.verdict.data import Compared, Moved
+from pdserve.bench.verdict.data import ComparedData, MovedData
 
 SAME_RATE: Final = 1.25
 """Points whose rates differ by a larger factor are not compared with each other."""
@@ -47,12 +47,12 @@ def at_same_rate(apart: Sequence[Point], together: Sequence[Point], rate_per_s: 
     return min(pairs, key=distance)
 
 
-def compared(pair: tuple[Point, Point] | None) -> Compared | None:
+def compared(pair: tuple[Point, Point] | None) -> ComparedData | None:
     """Return what two pools gain and pay at a pair of points."""
     if pair is None:
         return None
     apart, together = pair[0].figures, pair[1].figures
-    return Compared(
+    return ComparedData(
         apart_rate_per_s=pair[0].rate_per_s,
         together_rate_per_s=pair[1].rate_per_s,
         apart_itl_p99_s=apart.itl_p99_s,
@@ -66,10 +66,10 @@ def compared(pair: tuple[Point, Point] | None) -> Compared | None:
     )
 
 
-def moved(point: Point | None) -> Moved | None:
+def moved(point: Point | None) -> MovedData | None:
     """Return the traffic between the pools at a point."""
     if point is None:
         return None
     figures = point.figures
     each = figures.kv_bytes_per_request
-    return Moved(point.rate_per_s, each, each * point.rate_per_s, figures.exposed_transfer_p50_s)
+    return MovedData(point.rate_per_s, each, each * point.rate_per_s, figures.exposed_transfer_p50_s)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.bench.verdict.data import Binding, Decision
+from pdserve.bench.verdict.data import Binding, DecisionData
 
 HEADLINES: Final = {
-    Decision.DISAGGREGATE: "Disaggregate: two pools serve more",
-    Decision.COLOCATE: "Do not disaggregate: one pool serves more",
-    Decision.EQUAL: "Do not disaggregate: both serve the same, and one pool is simpler",
-    Decision.UNDECIDED: "Cannot be told apart: the measurement allows both answers",
-    Decision.ONE_SIDE: "No answer: only one kind of layout was measured",
-    Decision.UNMEASURED: "No answer: no measured point counts",
-    Decision.NOTHING: "No layout meets these targets",
-    Decision.OPEN: "No answer: no measured rate was decided",
+    DecisionData.DISAGGREGATE: "Disaggregate: two pools serve more",
+    DecisionData.COLOCATE: "Do not disaggregate: one pool serves more",
+    DecisionData.EQUAL: "Do not disaggregate: both serve the same, and one pool is simpler",
+    DecisionData.UNDECIDED: "Cannot be told apart: the measurement allows both answers",
+    DecisionData.ONE_SIDE: "No answer: only one kind of layout was measured",
+    DecisionData.UNMEASURED: "No answer: no measured point counts",
+    DecisionData.NOTHING: "No layout meets these targets",
+    DecisionData.OPEN: "No answer: no measured rate was decided",
 }
 BINDINGS: Final = {
     Binding.PREFILL_COMPUTE: (
@@ -62,7 +62,7 @@ LEVERS: Final = {
     "link": ("link", "faster", "slower"),
     "workers": ("workers", "more", "fewer"),
 }
-OUTCOMES: Final = {Decision.DISAGGREGATE: "two pools win", Decision.COLOCATE: "one pool wins"}
+OUTCOMES: Final = {DecisionData.DISAGGREGATE: "two pools win", DecisionData.COLOCATE: "one pool wins"}
 DOUBTS: Final = {
     "incomplete": "The search did not end: it was interrupted or ran out of its budget. Resume it for a firmer answer.",
     "one_side": "One kind of layout was not measured, so nothing was compared.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from pdserve.bench.verdict.data import Estimate
+from pdserve.bench.verdict.data import EstimateData
 
 SCALES: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -67,16 +67,16 @@ def times(value: float) -> str:
     return f"{value:.3f}" if 0.9 < value < 1.1 else number(value)
 
 
-def ratio_between(found: Estimate) -> str:
+def ratio_between(found: EstimateData) -> str:
     """Write the ends of an interval of a ratio."""
     return f"{times(found.low)} to {times(found.high)}" if found.high is not None else f"at least {times(found.low)}"
 
 
-def between(found: Estimate) -> str:
+def between(found: EstimateData) -> str:
     """Write the ends of an interval."""
     return f"{number(found.low)} to {number(found.high)}" if found.high is not None else f"at least {number(found.low)}"
 
 
-def spread(found: Estimate) -> str:
+def spread(found: EstimateData) -> str:
     """Write a value with its interval. Without a value it writes the interval alone."""
     return between(found) if found.value is None else f"{number(found.value)} ({between(found)})"

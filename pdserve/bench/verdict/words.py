@@ -6,17 +6,17 @@ Every number of a sentence is a number of the verdict.
 from __future__ import annotations
 
 from pdserve.bench.verdict import units
-from pdserve.bench.verdict.data import Candidate, Constraint, Decision, Doubt, Flip, Verdict
+from pdserve.bench.verdict.data import CandidateData, ConstraintData, DecisionData, Doubt, FlipData, VerdictData
 from pdserve.bench.verdict.sentences import AS_SHARE, AS_TIME, BINDINGS, DOUBTS, HEADLINES, LEVERS, OUTCOMES
 from pdserve.bench.verdict.units import number, percent, rate, seconds, spread, times
 
 
-def headline(verdict: Verdict) -> str:
+def headline(verdict: VerdictData) -> str:
     """Return the answer in one line."""
     return HEADLINES[verdict.decision]
 
 
-def trust(verdict: Verdict) -> str:
+def trust(verdict: VerdictData) -> str:
     """Return how far the verdict may be trusted, in one sentence."""
     serious = sum(one.serious for one in verdict.doubts)
     if not serious:
@@ -24,10 +24,10 @@ def trust(verdict: Verdict) -> str:
     return "One thing could change this answer." if serious == 1 else "Several things could change this answer."
 
 
-def reasons(verdict: Verdict) -> list[str]:
+def reasons(verdict: VerdictData) -> list[str]:
     """Return the sentences below the headline."""
     found = [_ratio(verdict)]
-    if verdict.chosen is not None and verdict.decision not in (Decision.NOTHING, Decision.OPEN):
+    if verdict.chosen is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
         found.append(_run(verdict, verdict.chosen))
     if verdict.compared is not None:
         found += _compared(verdict)
@@ -42,16 +42,16 @@ def reasons(verdict: Verdict) -> list[str]:
     return [one for one in found if one]
 
 
-def _ratio(verdict: Verdict) -> str:
+def _ratio(verdict: VerdictData) -> str:
     two, one, ratio = verdict.apart, verdict.together, verdict.ratio
-    if verdict.decision is Decision.UNMEASURED:
+    if verdict.decision is DecisionData.UNMEASURED:
         return "The search has no layout with a point that counts. Mend what is named below, and measure again."
-    if verdict.decision is Decision.NOTHING:
+    if verdict.decision is DecisionData.NOTHING:
         return (
             f"At every measured rate fewer than {percent(verdict.attainment)} of the requests met {targets(verdict)}. "
             "Allow longer times, or use faster workers."
         )
-    if verdict.decision is Decision.OPEN:
+    if verdict.decision is DecisionData.OPEN:
         return (
             "No measured rate is known to be kept, and not every layout is known to miss one: the runs were too few or too "
             "short. Search for longer (--budget-minutes, --max-point-s)."
@@ -67,10 +67,10 @@ def _ratio(verdict: Verdict) -> str:
     )
 
 
-def _run(verdict: Verdict, chosen: Candidate) -> str:
+def _run(verdict: VerdictData, chosen: CandidateData) -> str:
     layout = chosen.layout
     why = ""
-    if verdict.decision is Decision.UNDECIDED:
+    if verdict.decision is DecisionData.UNDECIDED:
         why = " until it is decided, because one pool is simpler" if not layout.disaggregated else " until it is decided"
     return (
         f"Run {chosen.name}, with chunks of {number(layout.chunk_tokens)} tokens (--max-num-batched-tokens) and --max-num-seqs "
@@ -79,7 +79,7 @@ def _run(verdict: Verdict, chosen: Candidate) -> str:
     )
 
 
-def _compared(verdict: Verdict) -> list[str]:
+def _compared(verdict: VerdictData) -> list[str]:
     found = verdict.compared
     assert found is not None
     gain = "shorter" if found.itl_p99_gained_s >= 0 else "longer"
@@ -93,21 +93,21 @@ def _compared(verdict: Verdict) -> list[str]:
     ]
 
 
-def targets(verdict: Verdict) -> str:
+def targets(verdict: VerdictData) -> str:
     """Return the targets of requests."""
     slo = verdict.slo
     parts = [f"{name} {seconds(one)}" for name, one in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if one is not None]
     return " and ".join(parts) or "no targets"
 
 
-def cards(verdict: Verdict) -> list[tuple[str, str, str]]:
+def cards(verdict: VerdictData) -> list[tuple[str, str, str]]:
     """Return the key figures: (name, value, note)."""
     found = []
     if (chosen := verdict.chosen) is not None:
         sizes = f"chunk {number(chosen.layout.chunk_tokens)}, {number(chosen.layout.max_num_seqs)} seqs"
         found.append(("layout", chosen.name, sizes))
         found.append(("goodput, requests/s", number(chosen.goodput.value or 0.0), units.between(chosen.goodput)))
-    if verdict.ratio is not None and verdict.decision not in (Decision.NOTHING, Decision.OPEN):
+    if verdict.ratio is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
         value = "no baseline" if verdict.ratio.value is None else f"{times(verdict.ratio.value)} x"
         found.append(("two pools to one", value, units.ratio_between(verdict.ratio)))
     if (compared := verdict.compared) is not None:
@@ -120,7 +120,7 @@ def cards(verdict: Verdict) -> list[tuple[str, str, str]]:
     return [*found, *_money(verdict)]
 
 
-def _money(verdict: Verdict) -> list[tuple[str, str, str]]:
+def _money(verdict: VerdictData) -> list[tuple[str, str, str]]:
     cost = verdict.cost
     if cost is None:
         return []
@@ -133,7 +133,7 @@ def _money(verdict: Verdict) -> list[tuple[str, str, str]]:
     return [(name, units.tokens(own.value or 0.0), note)]
 
 
-def constraint(found: Constraint) -> list[str]:
+def constraint(found: ConstraintData) -> list[str]:
     """Return what binds, how it was seen, and what to do about it."""
     said, lever = BINDINGS[found.binding]
     seen = []
@@ -151,7 +151,7 @@ def constraint(found: Constraint) -> list[str]:
     return [said, *seen, lever]
 
 
-def flip(found: Flip) -> str:
+def flip(found: FlipData) -> str:
     """Return one change of the answer as a sentence."""
     name, up, down = LEVERS[found.lever]
     units_of = {"prompt": "tokens", "output": "tokens", "workers": "workers"}
@@ -166,7 +166,7 @@ def flip(found: Flip) -> str:
     return f"{way.capitalize()} {name}: at {times(found.factor)} times the present value{value}{sure}, {OUTCOMES[found.to]}."
 
 
-def effort(verdict: Verdict) -> str:
+def effort(verdict: VerdictData) -> str:
     """Return how much was measured."""
     return (
         f"Measured: layouts: {number(len(verdict.candidates))}, points: {number(verdict.points)}, requests that count: "
@@ -175,7 +175,7 @@ def effort(verdict: Verdict) -> str:
     )
 
 
-def flips(verdict: Verdict) -> list[str]:
+def flips(verdict: VerdictData) -> list[str]:
     """Return the sentences about what would change the answer."""
     if verdict.flips:
         return [flip(one) for one in verdict.flips]

@@ -13,7 +13,7 @@ Piece: TypeAlias = int | AnswerOf
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """One request of a conversation, before its tokens are made."""
 
     number: int
@@ -29,7 +29,7 @@ class Turn:
         return (*self.history, self.number)
 
 
-def history_after(parents: Sequence[Turn]) -> tuple[Piece, ...]:
+def history_after(parents: Sequence[ConversationTurn]) -> tuple[Piece, ...]:
     """Return what a turn after all of these turns repeats.
 
     What all prompts begin with is repeated once. Then follows for each turn the rest of its prompt and its answer, in order.
@@ -45,12 +45,12 @@ def history_after(parents: Sequence[Turn]) -> tuple[Piece, ...]:
     return pieces
 
 
-def prompt_tokens(turn: Turn, turns: Mapping[int, Turn]) -> int:
+def prompt_tokens(turn: ConversationTurn, turns: Mapping[int, ConversationTurn]) -> int:
     """Return the tokens of a whole prompt. Each answer counts its `max_tokens`."""
     earlier = (turns[one.number].max_tokens if isinstance(one, AnswerOf) else turns[one].new_tokens for one in turn.history)
     return turn.new_tokens + sum(earlier)
 
 
-def prompt_of(turn: Turn, part: Callable[[int], PromptPart]) -> tuple[PromptPart, ...]:
+def prompt_of(turn: ConversationTurn, part: Callable[[int], PromptPart]) -> tuple[PromptPart, ...]:
     """Return the whole prompt. `part` gives the new part of a request."""
     return tuple([one if isinstance(one, AnswerOf) else part(one) for one in turn.pieces])

@@ -61,7 +61,7 @@ class JsonlLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JsonLine:
     """A line of the file with the places of the lines that it comes after."""
 
     number: int
@@ -71,10 +71,10 @@ class Line:
     """The places, from 0, of earlier lines in the list of lines."""
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[JsonLine]:
     """Read the file. Raises `ConfigError` for a malformed line, and for a file without any."""
     decoder = msgspec.json.Decoder(JsonlLine)
-    lines: list[Line] = []
+    lines: list[JsonLine] = []
     places: dict[str, int] = {}
     last_s: float | None = None
     for number, text in json_lines(path):
@@ -83,7 +83,7 @@ def read_lines(path: Path) -> list[Line]:
             said = decoder.decode(text)
         except (msgspec.DecodeError, RecursionError) as exc:
             raise ConfigError(f"{where}: {exc}") from exc
-        lines.append(Line(number, said, _after(where, said, places)))
+        lines.append(JsonLine(number, said, _after(where, said, places)))
         if said.id is not None and places.setdefault(said.id, len(lines) - 1) != len(lines) - 1:
             raise ConfigError(f"{where}: id {said.id!r} is already that of line {lines[places[said.id]].number}")
         if not lines[-1].after:

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from pdserve.bench.workload.conversation import Turn, history_after, prompt_tokens
-from pdserve.bench.workload.jsonl import Line, read_lines
+from pdserve.bench.workload.conversation import ConversationTurn, history_after, prompt_tokens
+from pdserve.bench.workload.jsonl import JsonLine, read_lines
 from pdserve.bench.workload.lengths import draw
 from pdserve.bench.workload.recorded import limit_notes
 from pdserve.bench.workload.request import AnswerOf, BenchRequest, Ids, PromptPart
@@ -25,8 +25,8 @@ from pdserve.core.errors import ConfigError
 class _Planned:
     """One line that is sent. The numbers of its turn count within one pass through the file."""
 
-    line: Line
-    turn: Turn
+    line: JsonLine
+    turn: ConversationTurn
     part: str | Ids | int
     """The new part of the prompt; a number stands for so many random tokens."""
     prompt_tokens: int
@@ -93,10 +93,10 @@ class JsonlRequests:
         starts = [plan.line.said.timestamp_s for plan in self._plans if not plan.turn.after]
         return [time_s for time_s in starts if time_s is not None]
 
-    def _plan(self, lines: list[Line], max_model_len: int | None) -> None:
+    def _plan(self, lines: list[JsonLine], max_model_len: int | None) -> None:
         """Plan the lines. What is left out takes with it all that comes after it."""
         numbers: dict[int, int] = {}  # the numbers of sent requests, by the place of their line
-        turns: dict[int, Turn] = {}
+        turns: dict[int, ConversationTurn] = {}
         for place, line in enumerate(lines):
             if any(one not in numbers for one in line.after):
                 self._orphans += 1
@@ -110,7 +110,7 @@ class JsonlRequests:
             turns[one.turn.number] = one.turn
             self._plans.append(one)
 
-    def _planned(self, line: Line, parents: list[Turn], turns: dict[int, Turn]) -> _Planned | None:
+    def _planned(self, line: JsonLine, parents: list[ConversationTurn], turns: dict[int, ConversationTurn]) -> _Planned | None:
         """Plan one line. None: it is left out, because its prompt is too long."""
         part, length = self._own(line)
         history = history_after(parents) if line.said.history else ()
@@ -120,7 +120,7 @@ class JsonlRequests:
                 "history to false"
             )
         after = tuple([one.number for one in parents])
-        turn = Turn(len(self._plans), length, asked := self._max_tokens(line), after, history)
+        turn = ConversationTurn(len(self._plans), length, asked := self._max_tokens(line), after, history)
         total, most = prompt_tokens(turn, turns), self._source.max_prompt_tokens
         if most is not None and total > most:
             if history or self._source.too_long == "drop":
@@ -134,7 +134,7 @@ class JsonlRequests:
             turn = replace(turn, max_tokens=limit)
         return _Planned(line, turn, part, total)
 
-    def _own(self, line: Line) -> tuple[str | Ids | int, int]:
+    def _own(self, line: JsonLine) -> tuple[str | Ids | int, int]:
         """Return the new part of a line, and its tokens."""
         said = line.said
         if said.prompt_ids is not None:
@@ -161,7 +161,7 @@ class JsonlRequests:
                 return text, length
         raise ConfigError(f"{self._source.file}: max_prompt_tokens {most} leaves nothing of a text; raise it")
 
-    def _max_tokens(self, line: Line) -> int:
+    def _max_tokens(self, line: JsonLine) -> int:
         given = line.said.max_tokens or line.said.output_tokens
         if given is None and self._source.output is None:
             raise ConfigError(

@@ -8,7 +8,7 @@ from random import Random
 from statistics import fmean
 from typing import Final
 
-from pdserve.bench.workload.conversation import Turn, history_after, prompt_of, prompt_tokens
+from pdserve.bench.workload.conversation import ConversationTurn, history_after, prompt_of, prompt_tokens
 from pdserve.bench.workload.lengths import draw
 from pdserve.bench.workload.request import BenchRequest, Ids
 from pdserve.bench.workload.source import Classes, Means
@@ -63,7 +63,7 @@ class SessionRequests:
                     prompt_tokens=prompt_tokens(turn, plan),
                 )
 
-    def _part(self, turn: Turn, tokens: TokenMaker, prefix: Ids) -> Ids:
+    def _part(self, turn: ConversationTurn, tokens: TokenMaker, prefix: Ids) -> Ids:
         """Return the new tokens of a turn. The first turn begins with the common prefix."""
         if turn.after:
             return tokens.ids(turn.number, turn.new_tokens)
@@ -74,7 +74,7 @@ class SessionRequests:
         drawn_s = mean_s * random.expovariate(1.0) if self._source.think == "exponential" else mean_s
         return drawn_s if cap_s is None else min(drawn_s, cap_s)
 
-    def _plans(self, seed: int) -> Iterator[tuple[str, dict[int, Turn]]]:
+    def _plans(self, seed: int) -> Iterator[tuple[str, dict[int, ConversationTurn]]]:
         """Yield the class of each conversation, and its turns by number."""
         streams, used = _Streams(seed), 0
         for name, mix in self._classes.draws(seed):
@@ -82,10 +82,10 @@ class SessionRequests:
             used += len(plan)
             yield name, plan
 
-    def _plan(self, number: int, mix: ClassMix, streams: _Streams) -> dict[int, Turn]:
+    def _plan(self, number: int, mix: ClassMix, streams: _Streams) -> dict[int, ConversationTurn]:
         """Draw one conversation whose first request has this number."""
-        plan: dict[int, Turn] = {}
-        parents: list[Turn] = []
+        plan: dict[int, ConversationTurn] = {}
+        parents: list[ConversationTurn] = []
         count = draw(self._source.turns, streams.turns)
         for place in range(count):
             fork = 0 < place < count - 1 and streams.forks.random() < self._source.fork_share
@@ -94,9 +94,9 @@ class SessionRequests:
             parents, number = branches, number + len(branches)
         return plan
 
-    def _turn(self, number: int, parents: list[Turn], mix: ClassMix, streams: _Streams) -> Turn:
+    def _turn(self, number: int, parents: list[ConversationTurn], mix: ClassMix, streams: _Streams) -> ConversationTurn:
         new_tokens = draw(mix.prompt or self._source.prompt, streams.prompts)
-        return Turn(
+        return ConversationTurn(
             number,
             new_tokens + (0 if parents else self._source.prefix_tokens),
             draw(mix.output or self._source.output, streams.outputs),

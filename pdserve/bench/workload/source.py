@@ -24,7 +24,7 @@ class Means:
     """The mean rate of a recorded source. None: it has no times."""
 
 
-class Requests(Protocol):
+class RequestSource(Protocol):
     """A source that was read and checked."""
 
     notes: tuple[str, ...]

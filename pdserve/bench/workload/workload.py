@@ -17,7 +17,7 @@ from pdserve.bench.workload.parse import read_spec
 from pdserve.bench.workload.recorded import TraceRequests
 from pdserve.bench.workload.request import BenchRequest
 from pdserve.bench.workload.sessions import SessionRequests
-from pdserve.bench.workload.source import Classes, Requests
+from pdserve.bench.workload.source import Classes, RequestSource
 from pdserve.bench.workload.spec import (
     AzureSource,
     JsonlSource,
@@ -105,7 +105,7 @@ def _timed(requests: Iterator[BenchRequest], times_s: Iterator[float | None] | N
             yield replace(request, send_at_s=next(times_s))
 
 
-def _source(spec: WorkloadSpec, tokenizer: WorkloadTokenizer | None, alphabet: Alphabet) -> Requests:
+def _source(spec: WorkloadSpec, tokenizer: WorkloadTokenizer | None, alphabet: Alphabet) -> RequestSource:
     """Read and check the source."""
     source, classes = spec.source, Classes(spec.mixes)
     match source:

@@ -15,7 +15,7 @@ from typing import Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pdserve.checkpoint.gguf.file import GgufFile
-from pdserve.checkpoint.gguf.vocabulary import CONTROL, USER_DEFINED, Vocabulary
+from pdserve.checkpoint.gguf.vocabulary import CONTROL, USER_DEFINED, GgufVocabulary
 from pdserve.core.errors import ConfigError
 
 _LLAMA3_SPLIT: Final = (
@@ -52,12 +52,12 @@ _RULES: Final = {
 }
 
 
-def read_vocabulary(gguf: GgufFile) -> Vocabulary:
+def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
     """Return the vocabulary. If the file does not say it, prompts begin with a token only under the rule of Llama 3."""
-    return Vocabulary.read(gguf, adds_bos=gguf.get("tokenizer.ggml.pre") == "llama-bpe")
+    return GgufVocabulary.read(gguf, adds_bos=gguf.get("tokenizer.ggml.pre") == "llama-bpe")
 
 
-def build(gguf: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
+def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer. Raises `ConfigError` for a rule that is not known."""
     name = gguf.get("tokenizer.ggml.pre", "default")
     if name not in _RULES:

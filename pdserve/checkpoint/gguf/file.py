@@ -87,7 +87,7 @@ def _open(path: Path) -> Any:
     """
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):
+    class GgufReader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
@@ -95,4 +95,4 @@ def _open(path: Path) -> Any:
             values: NDArray[Any] = super()._get(offset, dtype, count, override_order)
             return values
 
-    return Reader(path)
+    return GgufReader(path)

@@ -15,7 +15,7 @@ from typing import Final
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from pdserve.checkpoint.gguf.file import GgufFile
-from pdserve.checkpoint.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from pdserve.checkpoint.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, GgufVocabulary
 from pdserve.core.errors import ConfigError
 
 _SPACE: Final = "▁"  # SentencePiece writes it for a space
@@ -24,12 +24,12 @@ _REFUSED: Final = ("add_eos_token", "remove_extra_whitespaces", "precompiled_cha
 """Settings that change the ids, and that are not read. Files of these tokenizers have them false or empty."""
 
 
-def read_vocabulary(gguf: GgufFile) -> Vocabulary:
+def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
     """Return the vocabulary. If the file does not say it, prompts begin with a token."""
-    return Vocabulary.read(gguf, adds_bos=True)
+    return GgufVocabulary.read(gguf, adds_bos=True)
 
 
-def build(gguf: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
+def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer. Raises `ConfigError` for a setting or a vocabulary that is not supported."""
     for name in _REFUSED:
         if gguf.get(f"tokenizer.ggml.{name}"):
@@ -47,7 +47,7 @@ def build(gguf: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     return vocabulary.finish(tokenizer, _added(gguf, vocabulary, prefix))
 
 
-def _merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(vocabulary: GgufVocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Return every pair of pieces that makes a third one, those with the highest score first.
 
     Two pairs that make the same piece can overlap: "ab" "a" and "a" "ba" in "ab" "a" "ba". Then the left pair must win. It is
@@ -79,7 +79,7 @@ def _decoder(prefix: bool) -> decoders.Decoder:
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
 
 
-def _added(gguf: GgufFile, vocabulary: Vocabulary, prefix: bool) -> list[AddedToken]:
+def _added(gguf: GgufFile, vocabulary: GgufVocabulary, prefix: bool) -> list[AddedToken]:
     """Return the tokens that are found in a text before anything else, those that a user defined among them.
 
     Such a token may be a run of spaces. It is found in the normalised text, where a space has SentencePiece's sign, however the

@@ -11,20 +11,20 @@ from tokenizers import Tokenizer
 
 from pdserve.checkpoint.gguf import byte_level, sentencepiece
 from pdserve.checkpoint.gguf.file import GgufFile
-from pdserve.checkpoint.gguf.vocabulary import Vocabulary
+from pdserve.checkpoint.gguf.vocabulary import GgufVocabulary
 from pdserve.core.errors import ConfigError
 
 
-class _Kind(NamedTuple):
+class _TokenKind(NamedTuple):
     """One kind of tokenizer."""
 
-    read_vocabulary: Callable[[GgufFile], Vocabulary]
-    build: Callable[[GgufFile, Vocabulary], Tokenizer]
+    read_vocabulary: Callable[[GgufFile], GgufVocabulary]
+    build: Callable[[GgufFile, GgufVocabulary], Tokenizer]
 
 
 _KINDS: Final = {
-    "gpt2": _Kind(byte_level.read_vocabulary, byte_level.build),
-    "llama": _Kind(sentencepiece.read_vocabulary, sentencepiece.build),
+    "gpt2": _TokenKind(byte_level.read_vocabulary, byte_level.build),
+    "llama": _TokenKind(sentencepiece.read_vocabulary, sentencepiece.build),
 }
 """The kinds by the names that GGUF files give them."""
 _SPECIAL_NAMES: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -54,7 +54,7 @@ def write_tokenizer(gguf: GgufFile, directory: Path, max_length: int) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
 
 
-def _config(gguf: GgufFile, vocabulary: Vocabulary, max_length: int) -> dict[str, Any]:
+def _config(gguf: GgufFile, vocabulary: GgufVocabulary, max_length: int) -> dict[str, Any]:
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in _SPECIAL_NAMES.items():
         index = gguf.get(f"tokenizer.ggml.{key}_token_id")

@@ -17,7 +17,7 @@ BYTE: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """The tokens by id with their kinds, and the token, as (text, id), with which every prompt begins. None: there is none."""
 
     tokens: list[str]
@@ -25,7 +25,7 @@ class Vocabulary:
     bos: tuple[str, int] | None
 
     @classmethod
-    def read(cls, gguf: GgufFile, *, adds_bos: bool) -> Vocabulary:
+    def read(cls, gguf: GgufFile, *, adds_bos: bool) -> GgufVocabulary:
         """Read the vocabulary. adds_bos: whether prompts begin with a token of their own, if the file does not say it."""
         tokens: list[str] = gguf.require("tokenizer.ggml.tokens")
         bos_id = gguf.get("tokenizer.ggml.bos_token_id")

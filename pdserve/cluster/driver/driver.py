@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdserve.cluster.backoff import Backoff
-from pdserve.cluster.driver.messages import Answer, Begin, Joined, Request
+from pdserve.cluster.driver.messages import Begin, DriverAnswer, Joined, Request
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import Listener, RayBack, RayLost
 from pdserve.cluster.keeping.report import WorkerReport
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.cluster.router_process import environment
@@ -133,7 +133,7 @@ class RayDriver:
 
     def serves(self, role: str) -> bool:
         """Tell whether the role has a worker that is not gone for good."""
-        return any(member.plan.role == role and member.state is not State.GONE for member in self._members)
+        return any(member.plan.role == role and member.state is not MemberState.GONE for member in self._members)
 
     def launch(self, plans: Sequence[WorkerPlan]) -> None:
         """Ask Ray for every worker, without waiting for it."""
@@ -213,7 +213,7 @@ class RayDriver:
             child.kill()
 
     def _launch(self) -> None:
-        left = [member for member in self._members if member.state is not State.GONE]
+        left = [member for member in self._members if member.state is not MemberState.GONE]
         wanted = [dataclasses.replace(member.plan, host=member.host) for member in left]
         self._send(Request("launch", (wanted,)))
         self._launched = True
@@ -247,7 +247,7 @@ class RayDriver:
 
     def _take(self, wait_s: float) -> None:
         answer = self._receive(wait_s)
-        if isinstance(answer, Answer):
+        if isinstance(answer, DriverAnswer):
             self._members = answer.members
             for event in answer.events:
                 self._listener(event)

@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DriverAnswer:
     """The events since the last answer, and all workers as they are now, without the handles of Ray."""
 
     events: tuple[Event, ...]

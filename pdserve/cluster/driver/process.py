@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pdserve.cluster.driver.messages import Answer, Begin, Joined, Request
+from pdserve.cluster.driver.messages import Begin, DriverAnswer, Joined, Request
 from pdserve.cluster.events import Event
 from pdserve.core.errors import PdserveError
 from pdserve.observe.logs import setup_logging
@@ -70,7 +70,7 @@ def serve(connection: Connection, session: RaySession) -> None:
             log.error("Ray is lost; the next process starts another one")
             os._exit(1)  # what is left of Ray ends with this process
         getattr(pool, request.method)(*request.arguments)
-        connection.send(Answer(tuple(events), tuple(member.shown() for member in pool.members)))
+        connection.send(DriverAnswer(tuple(events), tuple(member.shown() for member in pool.members)))
         events.clear()
         request = connection.recv()
         if request.method == "close":

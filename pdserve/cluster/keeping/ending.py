@@ -25,7 +25,7 @@ LOOK_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class WorkerEnded:
     """The rest of a cluster after `end_cluster`: processes here, and workers of other machines. A clean end leaves none."""
 
     processes: tuple[ProcessId, ...]
@@ -37,7 +37,7 @@ class Ended:
         return not self.processes and not self.elsewhere
 
 
-def end_cluster(name: str, say: Say) -> Ended:
+def end_cluster(name: str, say: Say) -> WorkerEnded:
     """End a cluster: its `pdserve up` if one lives, its workers on other machines, its router, its workers, and its record.
 
     say: gets a line for each step. Raises `ConfigError` for a wrong name or a folder of somebody else.
@@ -71,7 +71,7 @@ def end_cluster(name: str, say: Say) -> Ended:
     left = (*marked(name), *([owner] if owner is not None and owner.alive else []))
     if record is not None and not left and not elsewhere:  # those elsewhere know its secret
         _remove(record)
-    return Ended(left, elsewhere)
+    return WorkerEnded(left, elsewhere)
 
 
 def _remove(record: ClusterRecord) -> None:

@@ -18,7 +18,7 @@ from pdserve.cluster.errors import StartFailed, WorkerDied
 from pdserve.cluster.gpus.assign import free_gpu
 from pdserve.cluster.gpus.present import VISIBLE
 from pdserve.cluster.keeping.control import call
-from pdserve.cluster.keeping.order import Order, check_settings, read_facts, running_workers
+from pdserve.cluster.keeping.order import StartOrder, check_settings, read_facts, running_workers
 from pdserve.cluster.keeping.process import write_order
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.record import TIED, ClusterRecord, ProcessId, mark_of
@@ -43,7 +43,7 @@ LOOK_S: Final = 0.02
 class Keeper:
     """The keeper of one worker. Several threads may call it, each of them one method."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: StartOrder) -> None:
         """Find the process that runs already; it is adopted. `load` starts one where there is none."""
         shares = bool(order.plan.lasting) and 0 < order.plan.num_gpus <= 1
         self._order = dataclasses.replace(order, given=os.environ.get(VISIBLE, "") if shares else "")

@@ -15,7 +15,7 @@ from pdserve.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartOrder:
     """All that a worker's process needs to know at its start."""
 
     plan: WorkerPlan

@@ -26,7 +26,7 @@ from typing import IO, Any, Final, Protocol, cast
 from pdserve.cluster.gpus.present import VISIBLE
 from pdserve.cluster.keeping.control import ControlServer
 from pdserve.cluster.keeping.guard import NODE_LEAVING, Guard
-from pdserve.cluster.keeping.order import Order, WorkerFacts, settings_digest, write_facts
+from pdserve.cluster.keeping.order import StartOrder, WorkerFacts, settings_digest, write_facts
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.plan import on_this_node
 from pdserve.cluster.record import ClusterRecord, ProcessId
@@ -45,7 +45,7 @@ TOLD_TIMEOUT_S: Final = 10.0
 STOP_TIMEOUT_S: Final = 3.0
 
 
-class RunningWorker(Protocol):
+class ServedWorker(Protocol):
     """A started worker. `start(config, progress)` of `prefill_worker.main` and of `decode_worker.main` return one."""
 
     address: str
@@ -67,7 +67,7 @@ class RunningWorker(Protocol):
 class WorkerProcess:
     """One worker and its guard. The methods that take calls run in threads of the control; `run` holds the main thread."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: StartOrder) -> None:
         self._order = order
         self._plan = order.plan
         self._given = order.given
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._loaded: Future[WorkerReport] = Future()
         self._ended: Future[bool] = Future()
         self._told = threading.Event()  # a keeper knows how it ended
-        self._worker: RunningWorker | None = None
+        self._worker: ServedWorker | None = None
         self._guard: Guard | None = None
         self._record = ClusterRecord.open(self._plan.lasting) if self._plan.lasting else None
         self.control = ControlServer(
@@ -166,7 +166,7 @@ class WorkerProcess:
             module, _, function = plan.entry.partition(":")
             start = getattr(importlib.import_module(module), function)
             imported = time.time()
-            worker = cast(RunningWorker, start(config, self._progress))
+            worker = cast(ServedWorker, start(config, self._progress))
         finally:
             gc.enable()
         self._worker = worker
@@ -236,15 +236,15 @@ def main() -> None:
     os._exit(status)
 
 
-def write_order(order: Order, stream: IO[bytes]) -> None:
+def write_order(order: StartOrder, stream: IO[bytes]) -> None:
     """Write an order for `read_order`. The token of the cluster is in it, which is why it is no argument of the command."""
     pickle.dump(order, stream)
     stream.flush()
 
 
-def read_order(stream: Any) -> Order:
+def read_order(stream: Any) -> StartOrder:
     """Read the order that the keeper wrote."""
-    return cast(Order, pickle.load(stream))  # noqa: S301  our parent wrote it
+    return cast(StartOrder, pickle.load(stream))  # noqa: S301  our parent wrote it
 
 
 def _end_with_keeper() -> None:

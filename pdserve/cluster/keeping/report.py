@@ -8,7 +8,7 @@ from pdserve.worker.memory_report import MemoryReport
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """The node on which the process of a worker runs."""
 
     node_id: str

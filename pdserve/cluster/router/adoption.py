@@ -15,7 +15,7 @@ from pdserve.core.errors import ConfigError
 ANSWER_S: Final = 10.0  # a router on a loaded machine; it is asked again until then
 
 
-class Choice(Enum):
+class AdoptionChoice(Enum):
     """The ways to get a router that serves with the settings of now."""
 
     START = "start"  # none runs
@@ -30,13 +30,13 @@ def settings_digest(settings: RouterProcessConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def choose(recorded: RouterFacts | None, *, alive: bool, answers: bool, digest: str) -> Choice:
+def choose(recorded: RouterFacts | None, *, alive: bool, answers: bool, digest: str) -> AdoptionChoice:
     """Choose from what is recorded, whether that process runs, whether it answers with our secret, and our settings' digest."""
     if recorded is None or not alive:
-        return Choice.START
+        return AdoptionChoice.START
     if not answers:
-        return Choice.KILL
-    return Choice.ADOPT if recorded.settings_digest == digest else Choice.REPLACE
+        return AdoptionChoice.KILL
+    return AdoptionChoice.ADOPT if recorded.settings_digest == digest else AdoptionChoice.REPLACE
 
 
 def at_recorded(router: RouterConfig, recorded: RouterFacts) -> RouterConfig:

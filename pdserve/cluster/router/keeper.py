@@ -15,8 +15,8 @@ from pdserve.client import AdminClient
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.events import Listener, RouterAdopted, RouterBack, RouterLost, RouterReplaced
 from pdserve.cluster.record import ClusterRecord, RouterFacts
-from pdserve.cluster.router.adoption import ANSWER_S, Choice, at_recorded, choose, settings_digest
-from pdserve.cluster.router.life import Back, Kill, Lost, Phase, RouterLife, Seen, Sight, Start
+from pdserve.cluster.router.adoption import ANSWER_S, AdoptionChoice, at_recorded, choose, settings_digest
+from pdserve.cluster.router.life import Back, Kill, Lost, RouterLife, RouterPhase, RouterSeen, RouterStart, Sight
 from pdserve.cluster.router.ports import HeldPorts
 from pdserve.cluster.router.probe import RouterProbe, answers_admin
 from pdserve.cluster.router_process import STOP_TIMEOUT_S, Endpoints, RouterProcess
@@ -45,7 +45,7 @@ class RouterKeeper:
         self._token = process.settings.cluster_token
         self._digest = settings_digest(process.settings)
         self._ports = HeldPorts(process.settings.router)
-        self._life = RouterLife(Phase.STARTING)
+        self._life = RouterLife(RouterPhase.STARTING)
         self._probe: RouterProbe | None = None
         self.endpoints: Endpoints | None = None
         self.adopted = False
@@ -68,19 +68,21 @@ class RouterKeeper:
         alive = recorded is not None and recorded.process.alive
         answers = alive and recorded is not None and self._answers(recorded, stop)
         choice = choose(recorded, alive=alive, answers=answers, digest=self._digest)
-        if choice is not Choice.START and recorded is not None:
+        if choice is not AdoptionChoice.START and recorded is not None:
             addresses = recorded.http, recorded.grpc, recorded.link, recorded.admin
             found = Endpoints(*addresses, recorded.process.pid, recorded.metrics)
-            if choice is Choice.ADOPT:
+            if choice is AdoptionChoice.ADOPT:
                 self.process.adopt(recorded.process, found)
                 self._serves(found)
-                self._life.phase = Phase.SERVING
+                self._life.phase = RouterPhase.SERVING
                 self.adopted = True
                 self._listener(RouterAdopted(found.pid))
                 return
-            self._listener(RouterReplaced(found.pid, "has other settings" if choice is Choice.REPLACE else "does not answer"))
+            self._listener(
+                RouterReplaced(found.pid, "has other settings" if choice is AdoptionChoice.REPLACE else "does not answer")
+            )
             self.process.adopt(recorded.process, None)
-            self.process.stop(stop_s if choice is Choice.REPLACE else 0.0)
+            self.process.stop(stop_s if choice is AdoptionChoice.REPLACE else 0.0)
         self.process.use(self._ports.hold())
         self._start()
 
@@ -104,7 +106,7 @@ class RouterKeeper:
         """Wait until the router that `begin` started serves, and return its addresses. Raises as `RouterProcess.wait_ready`."""
         if self.endpoints is None:
             self._serves(self.process.wait_ready(stop))
-            self._life.phase = Phase.SERVING
+            self._life.phase = RouterPhase.SERVING
         assert self.endpoints is not None
         return self.endpoints
 
@@ -113,7 +115,7 @@ class RouterKeeper:
         for effect in self._life.look(self._look(), now_s):
             if isinstance(effect, Kill):
                 self.process.kill()
-            elif isinstance(effect, Start):
+            elif isinstance(effect, RouterStart):
                 self.process.forget()
                 try:
                     self._start()
@@ -125,23 +127,23 @@ class RouterKeeper:
             elif isinstance(effect, Back):
                 assert self.endpoints is not None
                 self._listener(RouterBack(self.endpoints.pid))
-        if self._life.phase is Phase.AWAY:
+        if self._life.phase is RouterPhase.AWAY:
             self._away()
 
-    def _look(self) -> Seen:
+    def _look(self) -> RouterSeen:
         ended = self.process.ended()
         if ended is not None:
-            said = self.process.error_line() if self._life.phase is Phase.STARTING else ""
-            return Seen(Sight.ENDED, said or ended)
-        if self._life.phase is Phase.STARTING:
+            said = self.process.error_line() if self._life.phase is RouterPhase.STARTING else ""
+            return RouterSeen(Sight.ENDED, said or ended)
+        if self._life.phase is RouterPhase.STARTING:
             try:
                 ready = self.process.ready()
             except (ClusterError, ConfigError) as exc:
-                return Seen(Sight.ENDED, exc.message) if self.process.ended() else Seen(Sight.SILENT)
+                return RouterSeen(Sight.ENDED, exc.message) if self.process.ended() else RouterSeen(Sight.SILENT)
             if ready is None:
-                return Seen(Sight.STARTS)
+                return RouterSeen(Sight.STARTS)
             self._serves(ready)
-        return Seen(Sight.SILENT if self._probe is not None and self._probe.silent else Sight.SERVES)
+        return RouterSeen(Sight.SILENT if self._probe is not None and self._probe.silent else Sight.SERVES)
 
     def _serves(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints

@@ -16,7 +16,7 @@ from pdserve.cluster.backoff import Backoff
 START_LIMIT_S: Final = 300.0  # a start may convert or download a model
 
 
-class Phase(Enum):
+class RouterPhase(Enum):
     """The phases of the router."""
 
     STARTING = "starting"
@@ -34,7 +34,7 @@ class Sight(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RouterSeen:
     """One look. `detail` says how the process ended, and is empty otherwise."""
 
     sight: Sight
@@ -47,7 +47,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RouterStart:
     """Start a process at the same addresses."""
 
 
@@ -64,40 +64,40 @@ class Back:
     """The router serves again."""
 
 
-Effect = Kill | Start | Lost | Back
+Effect = Kill | RouterStart | Lost | Back
 
 
 @dataclass(slots=True)
 class RouterLife:
     """The machine. Call `look` with what was seen, often: it starts nothing earlier than at the first look after a delay."""
 
-    phase: Phase = Phase.SERVING
+    phase: RouterPhase = RouterPhase.SERVING
     backoff: Backoff = field(default_factory=Backoff)
     since_s: float = 0.0  # the time of the last start
     again_s: float = 0.0  # while it is away: the time of the next start
     limited: bool = False  # it has ended so often since it last served that every further start waits longest
     told: tuple[str, bool] = ("", False)  # what was told of the last loss, unless the router has served since
 
-    def look(self, seen: Seen, now_s: float) -> list[Effect]:
+    def look(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         """Take one look, and return what is to be done, in order."""
         return _TABLE[self.phase, seen.sight](self, seen, now_s)
 
-    def _nothing(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _nothing(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         return []
 
-    def _came_up(self, seen: Seen, now_s: float) -> list[Effect]:
-        self.phase, self.limited, self.told = Phase.SERVING, False, ("", False)
+    def _came_up(self, seen: RouterSeen, now_s: float) -> list[Effect]:
+        self.phase, self.limited, self.told = RouterPhase.SERVING, False, ("", False)
         return [Back()]
 
-    def _still_starts(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _still_starts(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         if now_s - self.since_s <= START_LIMIT_S:
             return []
         return [Kill(), *self._went(f"it was not ready after {START_LIMIT_S:.0f} s", now_s)]
 
-    def _fell_silent(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _fell_silent(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         return [Kill(), *self._went("it did not answer, and was killed", now_s)]
 
-    def _ended(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _ended(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         return self._went(seen.detail, now_s)
 
     def _went(self, detail: str, now_s: float) -> list[Effect]:
@@ -105,34 +105,34 @@ class RouterLife:
         next_s = self.backoff.next_delay_s(now_s)
         self.limited |= next_s is None
         delay_s = self.backoff.longest_s if next_s is None else next_s
-        self.phase, self.again_s = Phase.AWAY, now_s + delay_s
+        self.phase, self.again_s = RouterPhase.AWAY, now_s + delay_s
         repeated, self.told = self.told == (detail, self.limited), (detail, self.limited)
         often = f"; it has ended {self.backoff.tries} times within {self.backoff.window_s:.0f} s, and is tried for ever"
         return [] if repeated else [Lost(detail + often if self.limited else detail, delay_s)]
 
-    def _wait(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _wait(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         if now_s < self.again_s:
             return []
-        self.phase, self.since_s = Phase.STARTING, now_s
-        return [Start()]
+        self.phase, self.since_s = RouterPhase.STARTING, now_s
+        return [RouterStart()]
 
-    def _not_yet_gone(self, seen: Seen, now_s: float) -> list[Effect]:
+    def _not_yet_gone(self, seen: RouterSeen, now_s: float) -> list[Effect]:
         return [Kill()]  # a process that waits for a disk ends later than it was killed
 
 
-_TABLE: Final[dict[tuple[Phase, Sight], Callable[[RouterLife, Seen, float], list[Effect]]]] = {
-    (Phase.STARTING, Sight.STARTS): RouterLife._still_starts,
-    (Phase.STARTING, Sight.SERVES): RouterLife._came_up,
-    (Phase.STARTING, Sight.SILENT): RouterLife._fell_silent,
-    (Phase.STARTING, Sight.ENDED): RouterLife._ended,
-    (Phase.SERVING, Sight.STARTS): RouterLife._nothing,
-    (Phase.SERVING, Sight.SERVES): RouterLife._nothing,
-    (Phase.SERVING, Sight.SILENT): RouterLife._fell_silent,
-    (Phase.SERVING, Sight.ENDED): RouterLife._ended,
-    (Phase.AWAY, Sight.STARTS): RouterLife._not_yet_gone,
-    (Phase.AWAY, Sight.SERVES): RouterLife._not_yet_gone,
-    (Phase.AWAY, Sight.SILENT): RouterLife._not_yet_gone,
-    (Phase.AWAY, Sight.ENDED): RouterLife._wait,
+_TABLE: Final[dict[tuple[RouterPhase, Sight], Callable[[RouterLife, RouterSeen, float], list[Effect]]]] = {
+    (RouterPhase.STARTING, Sight.STARTS): RouterLife._still_starts,
+    (RouterPhase.STARTING, Sight.SERVES): RouterLife._came_up,
+    (RouterPhase.STARTING, Sight.SILENT): RouterLife._fell_silent,
+    (RouterPhase.STARTING, Sight.ENDED): RouterLife._ended,
+    (RouterPhase.SERVING, Sight.STARTS): RouterLife._nothing,
+    (RouterPhase.SERVING, Sight.SERVES): RouterLife._nothing,
+    (RouterPhase.SERVING, Sight.SILENT): RouterLife._fell_silent,
+    (RouterPhase.SERVING, Sight.ENDED): RouterLife._ended,
+    (RouterPhase.AWAY, Sight.STARTS): RouterLife._not_yet_gone,
+    (RouterPhase.AWAY, Sight.SERVES): RouterLife._not_yet_gone,
+    (RouterPhase.AWAY, Sight.SILENT): RouterLife._not_yet_gone,
+    (RouterPhase.AWAY, Sight.ENDED): RouterLife._wait,
 }
 
 
@@ -144,7 +144,7 @@ MOST_SILENT: Final = 3
 
 
 @dataclass(slots=True)
-class Silence:
+class RouterSilence:
     """The unanswered probes in a row. Only probes that were really waited for count, so a machine or a supervisor that itself
     stood still for a while accuses nobody."""
 

@@ -14,7 +14,7 @@ import time
 import grpc
 
 from pdserve.client import AdminClient, CallFailed
-from pdserve.cluster.router.life import ASK_ADMIN_S, ASK_CLIENTS_S, PROBE_S, Silence
+from pdserve.cluster.router.life import ASK_ADMIN_S, ASK_CLIENTS_S, PROBE_S, RouterSilence
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
@@ -25,7 +25,7 @@ class RouterProbe:
     def __init__(self, http: str, admin: str, cluster_token: str) -> None:
         """`http` and `admin` are addresses (host:port) that this machine can dial."""
         self._http, self._admin, self._token = http, admin, cluster_token
-        self._silence = Silence()
+        self._silence = RouterSilence()
         self._asked_s: float | None = None  # since when an answer is waited for
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._probe, name="router-probe", daemon=True)

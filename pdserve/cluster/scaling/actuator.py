@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from pdserve.cluster.events import ActuatorReplaced, Event, Listener, PolicyChanged, PoolsResized, WorkerChanged, WorkerPhase
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.plan import Blueprint, WorkerPlan, configured_sizes
 from pdserve.cluster.scaling.holds import Holds
 from pdserve.cluster.scaling.limits import limits_of
 from pdserve.cluster.scaling.membership import Marks, membership, reconcile
 from pdserve.cluster.scaling.planning import Planning
-from pdserve.cluster.scaling.port import Poll, Port, Refused, Replaced, Unanswered
+from pdserve.cluster.scaling.port import PlanRefused, Poll, Port, Replaced, Unanswered
 from pdserve.cluster.scaling.reading import reading_of
 from pdserve.cluster.scaling.report import report_of
 from pdserve.cluster.scaling.wanted import Mode, WantedSizes
@@ -30,7 +30,7 @@ from pdserve.rpc.v1 import inference_pb2, scaling_pb2
 POLL_S: Final = 1.0  # workers report once a second
 
 
-class Pool(Protocol):
+class ActuatedPool(Protocol):
     """The workers as the actuator uses them. Implemented by `pdserve.cluster.ray_pool.WorkerPool`."""
 
     @property
@@ -56,7 +56,7 @@ class Pool(Protocol):
 class Actuator:
     """The actuator over a pool and a router. All times are seconds of a clock that the caller passes in."""
 
-    def __init__(self, blueprint: Blueprint, pool: Pool, port: Port, listener: Listener) -> None:
+    def __init__(self, blueprint: Blueprint, pool: ActuatedPool, port: Port, listener: Listener) -> None:
         """Prepare; the first `tick` polls. Raises `ConfigError` for a setting of the planner that is wrong."""
         config = blueprint.config
         self._blueprint, self._pool, self._port, self._listener = blueprint, pool, port, listener
@@ -83,7 +83,7 @@ class Actuator:
 
     def hopeless(self, role: Role, now_s: float) -> bool:
         """Tell whether a worker of the role died too often, and nobody starts another one now."""
-        dead = [member for member in self._pool.members if member.state is State.GONE and not member.drained]
+        dead = [member for member in self._pool.members if member.state is MemberState.GONE and not member.drained]
         return self._holds.is_held(role, now_s) or (self._replaced and any(one.plan.role == role.value for one in dead))
 
     def tick(self, now_s: float) -> None:
@@ -174,7 +174,7 @@ class Actuator:
         """Forget workers that are gone. One that an operator drained makes its pool smaller, or is replaced. One that died too
         often is started again after a hold."""
         for member in self._pool.members:
-            if member.state is not State.GONE:
+            if member.state is not MemberState.GONE:
                 continue
             role, name = Role(member.plan.role), member.worker_id
             said = self._said.pop(name, None)
@@ -204,7 +204,7 @@ class Actuator:
         self._marks.drains[name] = step.incarnation
         try:
             self._port.drain(name, step.incarnation)
-        except Refused:
+        except PlanRefused:
             del self._marks.drains[name]
             return False
         except Unanswered:
@@ -219,7 +219,7 @@ class Actuator:
         self._move(name, step.role)
         try:
             self._port.flip(name, step.incarnation, step.role)
-        except Refused as exc:
+        except PlanRefused as exc:
             del self._marks.flips[name]
             self._move(name, before)
             if not exc.stale:  # it would refuse again, so another worker is taken, or one leaves and one comes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 from pdserve.core.worker import Role
 from pdserve.planner.observe import WorkerReading
 from pdserve.planner.resizing import Phase, PoolMember
@@ -56,7 +56,7 @@ class Marks:
 def reconcile(members: Sequence[Member], workers: Iterable[WorkerReading], marks: Marks) -> list[Moved]:
     """Drop the marks that have become true or void, and return the workers that serve in another role than planned."""
     linked = {str(worker.hello.worker_id): worker for worker in workers}
-    running = {member.worker_id for member in members if member.state is State.RUNNING}
+    running = {member.worker_id for member in members if member.state is MemberState.RUNNING}
     marks.joined = {name for name in running if name in linked or name in marks.joined}
     moved = []
     for member in members:
@@ -100,7 +100,7 @@ def membership(
     made = [
         _member(member, linked.get(member.worker_id), marks, automatic)
         for member in members
-        if member.state not in (State.NEW, State.GONE)
+        if member.state not in (MemberState.NEW, MemberState.GONE)
     ]
     strangers = [worker for name, worker in linked.items() if name not in ours] if automatic else []
     return made + [
@@ -110,10 +110,12 @@ def membership(
 
 def _member(member: Member, worker: WorkerReading | None, marks: Marks, automatic: bool) -> PoolMember:
     name, role = member.worker_id, Role(member.plan.role)
-    if member.state is State.LOADING and worker is not None and worker.ready:  # it serves before its supervisor has heard so
+    if (
+        member.state is MemberState.LOADING and worker is not None and worker.ready
+    ):  # it serves before its supervisor has heard so
         return PoolMember(name, role, Phase.SETTLING, since_s=member.asked_s)
-    if member.state is not State.RUNNING:
-        phase = Phase.LOADING if member.state is State.LOADING else Phase.WAITING
+    if member.state is not MemberState.RUNNING:
+        phase = Phase.LOADING if member.state is MemberState.LOADING else Phase.WAITING
         return PoolMember(name, role, phase, since_s=member.asked_s)
     if name in marks.flips:  # its plan has the new role already
         return PoolMember(name, role, Phase.SETTLING, since_s=member.asked_s)

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import grpc
 
-from pdserve.client import AdminClient, CallFailed, Stream
+from pdserve.client import AdminClient, CallFailed, PrintedStream
 from pdserve.cluster.scaling.report import ROLES
 from pdserve.cluster.scaling.wanted import Order
 from pdserve.core.errors import ErrorCode
@@ -26,7 +26,7 @@ class Replaced(Exception):
     """Another actuator has a later term. The message names it."""
 
 
-class Refused(Exception):
+class PlanRefused(Exception):
     """The router refused a step. `stale`: the step was made for a membership that has changed meanwhile."""
 
     def __init__(self, message: str, *, stale: bool) -> None:
@@ -54,10 +54,10 @@ class Port(Protocol):
         """Report, and ask for the state and the last order. None: the router does not answer now. Raises `Replaced`."""
 
     def drain(self, worker_id: str, incarnation: int) -> None:
-        """Let a worker begin to drain. Raises `Refused` and `Unanswered`."""
+        """Let a worker begin to drain. Raises `PlanRefused` and `Unanswered`."""
 
     def flip(self, worker_id: str, incarnation: int, role: Role) -> None:
-        """Let a worker begin to change its role. Raises `Refused` and `Unanswered`."""
+        """Let a worker begin to change its role. Raises `PlanRefused` and `Unanswered`."""
 
     def close(self) -> None:
         """End the connection."""
@@ -126,15 +126,15 @@ def _order(answer: scaling_pb2.ActuateResponse) -> Order:
     )
 
 
-def _begun(call: Stream[inference_pb2.DrainProgress]) -> None:
-    """Wait for the first message of progress: the router has then told the worker. Raises `Refused` and `Unanswered`."""
+def _begun(call: PrintedStream[inference_pb2.DrainProgress]) -> None:
+    """Wait for the first message of progress: the router has then told the worker. Raises `PlanRefused` and `Unanswered`."""
     try:
         next(iter(call))
     except CallFailed as exc:
         if exc.reason is None and exc.status is not grpc.StatusCode.UNIMPLEMENTED:  # an older router knows no flips
             raise Unanswered(str(exc)) from exc
         stale = exc.reason in (ErrorCode.STALE_ORDER.value, ErrorCode.UNKNOWN_WORKER.value)
-        raise Refused(str(exc), stale=stale) from exc
+        raise PlanRefused(str(exc), stale=stale) from exc
     except StopIteration as exc:
         raise Unanswered("the router ended the call") from exc
     finally:

@@ -32,7 +32,7 @@ from pdserve.bench.search.reshape import Home, home_of, pids_of
 from pdserve.bench.search.result import GoodputResult, Point
 from pdserve.bench.search.settings import SearchSettings
 from pdserve.bench.search.shaper import Shaper
-from pdserve.bench.search.space import AUTO, Limits, chunks_of, first_chunk, limits_of, splits_of
+from pdserve.bench.search.space import AUTO, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
 from pdserve.bench.workload.arrivals import Arrivals
 from pdserve.bench.workload.parse import read_spec
 from pdserve.bench.workload.workload import Workload, load_workload
@@ -52,7 +52,7 @@ MAX_BUDGET_MINUTES: Final = 7 * 24 * 60
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GoodputOutcome:
     """The end of a search, as the exit status tells it."""
 
     complete: bool
@@ -61,14 +61,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _GoodputPlan:
     """All that is known before the first request."""
 
     workload: Workload
     arrivals: Arrivals
     tokenizer: Tokenizer | None
     slo: Slo
-    limits: Limits
+    limits: SpaceLimits
     state: inference_pb2.GetClusterStateResponse
     model: inference_pb2.GetModelInfoResponse
     earlier: SearchFile | None
@@ -76,14 +76,14 @@ class _Plan:
     budget_s: float
 
 
-def search(flags: Mapping[str, Any]) -> Outcome:
+def search(flags: Mapping[str, Any]) -> GoodputOutcome:
     """Make the search that the flags describe, print its tables and keep its file. Raises `PdserveError`."""
     with raised_priority(), AdminClient(flags["admin_address"], flags["cluster_token"]) as admin:
         plan = _plan(flags, admin)
         return uvloop.run(_Session(flags, plan, admin, make_console()).run())
 
 
-def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _Plan:
+def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
     """Check the flags, ask the cluster, and read the workload and the file of an earlier search."""
     budget_s = flags["budget_minutes"] * 60
     if not 0 < flags["budget_minutes"] <= MAX_BUDGET_MINUTES:
@@ -107,7 +107,7 @@ def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _Plan:
     path = flags["resume"] or result_file
     earlier = read_search(path) if path is not None and (flags["resume"] is not None or path.exists()) else None
     slo = Slo(flags["ttft"] or None, flags["tpot"] or None)
-    return _Plan(
+    return _GoodputPlan(
         workload, arrivals, tokenizer, slo, limits_of(state), state, model, earlier, path if earlier else None, budget_s
     )
 
@@ -123,7 +123,7 @@ def _tokenizer(name: str | None) -> Tokenizer | None:
 class _Session:
     """One search. It owns the target and the view."""
 
-    def __init__(self, flags: Mapping[str, Any], plan: _Plan, admin: AdminClient, console: Console) -> None:
+    def __init__(self, flags: Mapping[str, Any], plan: _GoodputPlan, admin: AdminClient, console: Console) -> None:
         self._flags = flags
         self._plan = plan
         self._admin = admin
@@ -144,7 +144,7 @@ class _Session:
         self._shaper = Shaper(AdminPort(admin))
         self._home: Home | None = None
 
-    async def run(self) -> Outcome:
+    async def run(self) -> GoodputOutcome:
         """Search, and print the table of the layouts, also after Ctrl-C."""
         for note in self._plan.workload.notes:
             self._console.print(note)
@@ -175,7 +175,7 @@ class _Session:
             found = any(one.goodput_per_s for one in self._result.layouts)
             for name, seqs in (GoodputSearch(self._settings).knees(self._points) if found else {}).items():
                 self._console.print(f"{name}: max_num_seqs {seqs} is the smallest that was seen to cost no goodput")
-        return Outcome(complete, reason, stop is None)
+        return GoodputOutcome(complete, reason, stop is None)
 
     async def _search(self, target: GrpcTarget) -> tuple[bool, str]:
         """Search until the end or the budget, and return whether it is complete, and why it ended."""

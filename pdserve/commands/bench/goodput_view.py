@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.bench.layout import Layout
-from pdserve.bench.row import Row
-from pdserve.bench.search.actions import Run
+from pdserve.bench.row import BenchRow
+from pdserve.bench.search.actions import RunAction
 from pdserve.bench.search.result import GoodputResult, LayoutResult, Point
 from pdserve.bench.search.trial import Trial
 from pdserve.commands.tables import table
@@ -29,7 +29,7 @@ class SearchView:
         self._console = console
         self._keep = keep
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._run: Run | None = None
+        self._run: RunAction | None = None
         self._end_s = math.inf
         self._drawn_s = 0.0
 
@@ -42,12 +42,12 @@ class SearchView:
         if self._live is not None:
             self._live.stop()
 
-    def begins(self, run: Run, points: Sequence[Point], left_s: float) -> None:
+    def begins(self, run: RunAction, points: Sequence[Point], left_s: float) -> None:
         """Show that a run begins."""
         self._run, self._end_s = run, time.monotonic() + left_s
         self._draw(f"{_what(run.layout, run.rate_per_s)}: preparing")
 
-    def row(self, trial: Trial, row: Row) -> None:
+    def row(self, trial: Trial, row: BenchRow) -> None:
         """Show what a run has shown so far, a few times a second."""
         if self._run is None or time.monotonic() < self._drawn_s + _INTERVAL_S:
             return

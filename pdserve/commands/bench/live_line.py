@@ -12,13 +12,13 @@ from rich.live import Live as LiveArea
 from rich.text import Text
 
 from pdserve.bench.load.live import Live, LiveFigures
-from pdserve.bench.load.watch import Progress
+from pdserve.bench.load.watch import RunProgress
 
 INTERVAL_S: Final = 0.25
 
 
 @asynccontextmanager
-async def live_line(console: Console, figures: LiveFigures, progress: Progress) -> AsyncIterator[None]:
+async def live_line(console: Console, figures: LiveFigures, progress: RunProgress) -> AsyncIterator[None]:
     """Draw the figures inside `async with`, on the event loop itself: a thread would take turns with it at any moment."""
     if not console.is_terminal:
         yield
@@ -32,7 +32,7 @@ async def live_line(console: Console, figures: LiveFigures, progress: Progress) 
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _draw(area: LiveArea, figures: LiveFigures, progress: Progress) -> None:
+async def _draw(area: LiveArea, figures: LiveFigures, progress: RunProgress) -> None:
     while True:
         area.update(Text(line(figures.of(progress))), refresh=True)
         await asyncio.sleep(INTERVAL_S)

@@ -12,7 +12,7 @@ from pdserve.commands.requests import DEFAULT_ADDRESS
 from pdserve.commands.settings import Whole
 
 if TYPE_CHECKING:
-    from pdserve.commands.bench.run_session import Outcome
+    from pdserve.commands.bench.run_session import RunOutcome
 
 REFUSED: Final = 3
 """The exit status of a run that does not count, because the generator was late."""
@@ -94,7 +94,7 @@ def _take_more(more: tuple[str, ...], flags: dict[str, Any]) -> None:
         flags[flag] = (*flags[flag], word)
 
 
-def _status(outcome: Outcome, allow_late: bool) -> int:
+def _status(outcome: RunOutcome, allow_late: bool) -> int:
     if outcome.refused:
         if not allow_late:
             return report(outcome.refused, REFUSED)

@@ -26,14 +26,14 @@ from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.priority import raised_priority
 from pdserve.bench.load.server_info import ServerInfo, ask_server
 from pdserve.bench.load.target import Target
-from pdserve.bench.load.watch import Progress
+from pdserve.bench.load.watch import RunProgress
 from pdserve.bench.report.columns import columns
 from pdserve.bench.report.compare import compare_runs
 from pdserve.bench.report.files import Run, RunFileError, read_run, write_run
 from pdserve.bench.report.meta import cluster_meta, collect_meta, slos_of
 from pdserve.bench.report.summary import summarise
 from pdserve.bench.report.table import comparison_table, summary_table
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.workload.arrivals import Arrivals
 from pdserve.bench.workload.parse import read_spec
 from pdserve.bench.workload.request import BenchRequest, Ids, PromptPart
@@ -61,7 +61,7 @@ SECRET = ("api_key", "cluster_token")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The end of a run, as the exit status tells it."""
 
     requests: int
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RunPlan:
     """All that is decided before the first request."""
 
     workload: Workload
@@ -99,11 +99,11 @@ class _Plan:
         return self.info.knows_continuous_usage
 
 
-def measure(flags: Mapping[str, Any]) -> Outcome:
+def measure(flags: Mapping[str, Any]) -> RunOutcome:
     """Make the run that the flags describe, print its figures and write its files. Raises `ConfigError`."""
     console = make_console()
-    rows: list[Row] = []
-    progress = Progress()
+    rows: list[BenchRow] = []
+    progress = RunProgress()
     with raised_priority() as real_time:  # it begins before the first thread of grpc, which inherits it
         plan = _plan(flags)
         started = datetime.datetime.now(datetime.UTC)
@@ -134,7 +134,7 @@ def measure(flags: Mapping[str, Any]) -> Outcome:
         _write(this, [path for path in (flags["result_file"], flags["parquet"]) if path is not None])
     finally:  # the figures of a run are shown also if the disk refuses its rows
         _show(this, plan, progress, console)
-    return Outcome(len(rows), sum(row.ok for row in rows), refused, stopped_by)
+    return RunOutcome(len(rows), sum(row.ok for row in rows), refused, stopped_by)
 
 
 def _write(this: Run, paths: list[Path]) -> None:
@@ -149,7 +149,7 @@ def _write(this: Run, paths: list[Path]) -> None:
         raise failed
 
 
-def _plan(flags: Mapping[str, Any]) -> _Plan:
+def _plan(flags: Mapping[str, Any]) -> _RunPlan:
     """Check all flags, ask the server, and read the workload, before the first request is sent."""
     backend = flags["backend"] or ("openai" if flags["base_url"] else "grpc")
     if backend != "grpc" and not flags["base_url"]:
@@ -193,7 +193,7 @@ def _plan(flags: Mapping[str, Any]) -> _Plan:
         flags["trace_timestamps"],
         flags["max_concurrency"],
     )
-    return _Plan(
+    return _RunPlan(
         workload, arrivals, limits, slo, percentiles, metadata, earlier, tokenizer, backend, info, url, _cluster(flags, backend)
     )
 
@@ -234,14 +234,14 @@ def _load(text: str, tokenizer: Tokenizer | None, vocab_size: int | None, max_mo
     return load_workload(text, tokenizer, max_model_len=max_model_len, overrides=overrides)
 
 
-async def _run(plan: _Plan, flags: Mapping[str, Any], rows: list[Row], progress: Progress, console: Console) -> int:
+async def _run(plan: _RunPlan, flags: Mapping[str, Any], rows: list[BenchRow], progress: RunProgress, console: Console) -> int:
     """Make the run, and fill `rows`. Return the signal that ended it early, or 0."""
     limits = plan.limits
     count = None if limits.num_requests is None else limits.num_requests + limits.warmup_requests
     seconds = None if limits.duration_s is None else limits.duration_s + limits.warmup_s
     figures = LiveFigures(plan.slo_of, duration_s=seconds, requests=count)
 
-    def watch(row: Row) -> bool:
+    def watch(row: BenchRow) -> bool:
         rows.append(row)
         figures.add(row)
         return False
@@ -256,7 +256,7 @@ async def _run(plan: _Plan, flags: Mapping[str, Any], rows: list[Row], progress:
         await target.close()
 
 
-async def _until_interrupted(task: asyncio.Task[list[Row]]) -> int:
+async def _until_interrupted(task: asyncio.Task[list[BenchRow]]) -> int:
     """Await the run. Return the signal that has ended it, or 0."""
     loop = asyncio.get_running_loop()
     got: list[int] = []
@@ -280,7 +280,7 @@ async def _until_interrupted(task: asyncio.Task[list[Row]]) -> int:
     return 0
 
 
-def _fitting(requests: Iterator[BenchRequest], plan: _Plan) -> Iterator[BenchRequest]:
+def _fitting(requests: Iterator[BenchRequest], plan: _RunPlan) -> Iterator[BenchRequest]:
     """Return the requests as the server's API takes them: as text for chats. Raises `ConfigError` when it cannot take them."""
     first = next(requests, None)
     if first is None:
@@ -297,7 +297,7 @@ def _fitting(requests: Iterator[BenchRequest], plan: _Plan) -> Iterator[BenchReq
     return (replace(request, prompt=tuple(map(as_text, request.prompt))) for request in whole)
 
 
-def _target(plan: _Plan, flags: Mapping[str, Any]) -> Target:
+def _target(plan: _RunPlan, flags: Mapping[str, Any]) -> Target:
     options = RequestOptions(plan.info.model, flags["ignore_eos"], flags["temperature"])
     if plan.url is None:
         return GrpcTarget(flags["address"], options)
@@ -310,7 +310,7 @@ def _target(plan: _Plan, flags: Mapping[str, Any]) -> Target:
     return HttpTarget(plan.url, options, http)
 
 
-def _continuous(flags: Mapping[str, Any], plan: _Plan) -> bool:
+def _continuous(flags: Mapping[str, Any], plan: _RunPlan) -> bool:
     chosen = flags["continuous_usage"]
     return plan.continuous_usage if chosen is None else bool(chosen)
 
@@ -321,7 +321,7 @@ def _encode(tokenizer: Tokenizer | None) -> Callable[[str], Ids] | None:
     return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _configuration(flags: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
+def _configuration(flags: Mapping[str, Any], plan: _RunPlan) -> dict[str, Any]:
     """Return the flags as a file keeps them: no secrets, no paths, and arrivals as they were decided."""
     left_out = {*SECRET, "result_file", "parquet", "compare", "metadata", "goodput"}
     kept = {name: value for name, value in flags.items() if name not in left_out and value is not None}
@@ -336,11 +336,11 @@ def _configuration(flags: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
     return kept
 
 
-def _workers(plan: _Plan) -> int | None:
+def _workers(plan: _RunPlan) -> int | None:
     return None if plan.cluster is None else len(plan.cluster["workers"])
 
 
-def _show(this: Run, plan: _Plan, progress: Progress, console: Console) -> None:
+def _show(this: Run, plan: _RunPlan, progress: RunProgress, console: Console) -> None:
     """Print the figures, and the comparison where one is wanted."""
     for note in plan.workload.notes:
         console.print(note)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pdserve.bench.report.files import Run
     from pdserve.bench.search.result import GoodputResult
-    from pdserve.bench.verdict.data import Verdict
+    from pdserve.bench.verdict.data import VerdictData
     from pdserve.bench.verdict.plots.chart import Material
 
 NO_ANSWER: Final = 3
@@ -113,11 +113,11 @@ def _measured(
         return read_result(path), {}, interrupted
 
 
-def answered(found: Verdict) -> bool:
+def answered(found: VerdictData) -> bool:
     """Tell whether the verdict has an answer."""
-    from pdserve.bench.verdict.data import Decision
+    from pdserve.bench.verdict.data import DecisionData
 
-    return found.decision in (Decision.DISAGGREGATE, Decision.COLOCATE, Decision.EQUAL)
+    return found.decision in (DecisionData.DISAGGREGATE, DecisionData.COLOCATE, DecisionData.EQUAL)
 
 
 def write(material: Material, html: Path | None, png: Path | None, dark: bool) -> None:
@@ -133,7 +133,7 @@ def write(material: Material, html: Path | None, png: Path | None, dark: bool) -
         write_whole(png, picture.png(material, html_file.content(material.verdict), DARK if dark else LIGHT))
 
 
-def summary(found: Verdict) -> RenderableType:
+def summary(found: VerdictData) -> RenderableType:
     """Return the sentences of the page for a terminal."""
     from rich.console import Group
     from rich.padding import Padding

@@ -12,8 +12,8 @@ import click
 from pdserve.commands.failures import one_line_errors
 
 if TYPE_CHECKING:
-    from pdserve.capacity.answer import Answer
-    from pdserve.capacity.question import Question
+    from pdserve.capacity.answer import CapacityAnswer
+    from pdserve.capacity.question import CapacityQuestion
 
 
 @click.command(short_help="Tell what a model needs on named GPUs, by formulas.")
@@ -68,7 +68,7 @@ def capacity(as_json: bool, plot: Path | None, **flags: Any) -> int:
     return 0
 
 
-def plain(question: Question, found: Answer) -> dict[str, Any]:
+def plain(question: CapacityQuestion, found: CapacityAnswer) -> dict[str, Any]:
     """Return question and answer as JSON has them. Fields carry their units."""
     asked = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}
     asked |= {"model": question.model.name, "gpu": question.gpu.name, "gpu_source": question.gpu.source}
@@ -92,11 +92,11 @@ def _question(
     gpu_bandwidth_gb_s: float | None,
     gpu_memory_gb: float | None,
     **rest: Any,
-) -> Question:
+) -> CapacityQuestion:
     from pdserve.capacity.devices import device
     from pdserve.capacity.model_source import find_model
-    from pdserve.capacity.question import Question, Shares, changed
+    from pdserve.capacity.question import CapacityQuestion, CapacityShares, changed
 
-    shares = Shares(compute_share, bandwidth_share, link_share)
+    shares = CapacityShares(compute_share, bandwidth_share, link_share)
     own = changed(device(gpu), tflops=gpu_tflops, bandwidth_gb_s=gpu_bandwidth_gb_s, memory_gb=gpu_memory_gb)
-    return Question(find_model(model, num_kv_heads), own, shares=shares, ttft_s=ttft, tpot_s=tpot, **rest)
+    return CapacityQuestion(find_model(model, num_kv_heads), own, shares=shares, ttft_s=ttft, tpot_s=tpot, **rest)

@@ -9,21 +9,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.capacity.answer import Answer
-from pdserve.capacity.placements import Rate
-from pdserve.capacity.question import Question
+from pdserve.capacity.answer import CapacityAnswer
+from pdserve.capacity.placements import PlacementRate
+from pdserve.capacity.question import CapacityQuestion
 from pdserve.commands.tables import table
 
 GB = 1e9
 LINE = 100  # columns of a sentence
 
 
-def report(question: Question, answer: Answer) -> Group:
+def report(question: CapacityQuestion, answer: CapacityAnswer) -> Group:
     """Return all tables: the verdict, memory, speed, pools, links and cost."""
     return Group(_verdict(question, answer), _memory(answer), _room(answer), _steps(answer), _pools(answer), _links(answer))
 
 
-def _verdict(question: Question, answer: Answer) -> Text:
+def _verdict(question: CapacityQuestion, answer: CapacityAnswer) -> Text:
     verdict = answer.verdict
     lines = list(_head(question, answer))
     split = verdict.split
@@ -46,7 +46,7 @@ def _verdict(question: Question, answer: Answer) -> Text:
     return Text("\n".join(part for line in lines for part in textwrap.wrap(line, LINE)) + "\n")
 
 
-def _head(question: Question, answer: Answer) -> Iterator[str]:
+def _head(question: CapacityQuestion, answer: CapacityAnswer) -> Iterator[str]:
     model, gpu = question.model, question.gpu
     yield f"{model.name}: {model.shape.numbers / 1e9:.4g} billion parameters, {_weights(question)}"
     kv = f"KV {answer.kv_bytes_per_token:,.0f} B a token ({question.kv_bits:g} bits)"
@@ -60,7 +60,7 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _weights(question: Question) -> str:
+def _weights(question: CapacityQuestion) -> str:
     return question.dtype if question.weight_scheme == "none" else f"layers in {question.weight_scheme}"
 
 
@@ -68,14 +68,14 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
 
 
-def _cost(answer: Answer) -> str:
+def _cost(answer: CapacityAnswer) -> str:
     if answer.cost is None or answer.cost.per_million_output_tokens is None:
         return ""
     dollars, tokens = answer.cost.per_million_output_tokens, answer.cost.output_tokens_per_dollar
     return f", ${dollars:.3g} a million output tokens ({tokens:,.0f} a dollar)"
 
 
-def _memory(answer: Answer) -> Table:
+def _memory(answer: CapacityAnswer) -> Table:
     memory = answer.memory
     made = table("Memory of a worker, GB", (), ("GPUs", "usable", "weights", "activations", "KV", "KV share"))
     sizes = (memory.total_bytes, memory.usable_bytes, memory.weights_bytes, memory.activation_bytes, memory.kv_bytes)
@@ -83,7 +83,7 @@ def _memory(answer: Answer) -> Table:
     return made
 
 
-def _room(answer: Answer) -> Table:
+def _room(answer: CapacityAnswer) -> Table:
     room = answer.room
     made = table("Room of a worker", (), ("context", "most users", "users", "longest context", "users of all workers"))
     counts = (room.context, room.max_users, room.users, room.max_context, room.max_users * answer.workers)
@@ -91,7 +91,7 @@ def _room(answer: Answer) -> Table:
     return made
 
 
-def _steps(answer: Answer) -> Table:
+def _steps(answer: CapacityAnswer) -> Table:
     made = table("Decode steps of a worker", (), ("batch", "ms a step", "tokens/s", "bound by", "KV fits"))
     for step in answer.steps:
         fits = "yes" if step.fits else "no"
@@ -99,7 +99,7 @@ def _steps(answer: Answer) -> Table:
     return made
 
 
-def _pools(answer: Answer) -> RenderableType:
+def _pools(answer: CapacityAnswer) -> RenderableType:
     made = table("Most requests a second of one worker within both targets", ("worker",), _COLUMNS)
     for name, rate in (("prefill", answer.prefill), ("decode", answer.decode), ("colocated", answer.colocated)):
         made.add_row(name, *_rate(rate))
@@ -114,7 +114,7 @@ def _pools(answer: Answer) -> RenderableType:
 _COLUMNS = ("requests/s", "mean TTFT ms", "mean TPOT ms", "batch", "chunk", "bound by")
 
 
-def _rate(rate: Rate) -> Iterator[str]:
+def _rate(rate: PlacementRate) -> Iterator[str]:
     yield f"{rate.requests_per_s:.3g}"
     yield _milliseconds(rate.ttft_s)
     yield _milliseconds(rate.tpot_s)
@@ -127,7 +127,7 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
-def _links(answer: Answer) -> RenderableType:
+def _links(answer: CapacityAnswer) -> RenderableType:
     made = table("KV of a prompt over the link of a worker", ("link",), ("GB/s", "ms", "exposed ms", "two pools serve as much"))
     for one in answer.transfers:
         mark = " (chosen)" if one.link == answer.link.name else ""

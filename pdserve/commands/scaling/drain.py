@@ -12,7 +12,7 @@ from pdserve.commands.requests import admin_options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pdserve.client import Stream
+    from pdserve.client import PrintedStream
     from pdserve.rpc.v1 import inference_pb2
 
 
@@ -55,7 +55,7 @@ def drain(worker: str | None, address: str, cluster_token: str, on_host: str | N
     return 0 if left else FAILED
 
 
-def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
+def _begun(console: Console, worker: str, call: PrintedStream[inference_pb2.DrainProgress]) -> bool:
     """Wait for the first message of progress: the router has then told the worker. Return True."""
     next(iter(call))
     call.cancel()
@@ -63,7 +63,7 @@ def _begun(console: Console, worker: str, call: Stream[inference_pb2.DrainProgre
     return True
 
 
-def _left(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> bool:
+def _left(console: Console, worker: str, call: PrintedStream[inference_pb2.DrainProgress]) -> bool:
     """Show the progress until the worker has left. False: the stream ended before."""
     last = watch(console, worker, call)
     if last is None:
@@ -73,7 +73,9 @@ def _left(console: Console, worker: str, call: Stream[inference_pb2.DrainProgres
     return True
 
 
-def watch(console: Console, worker: str, call: Stream[inference_pb2.DrainProgress]) -> inference_pb2.DrainProgress | None:
+def watch(
+    console: Console, worker: str, call: PrintedStream[inference_pb2.DrainProgress]
+) -> inference_pb2.DrainProgress | None:
     """Show the progress of a drain or a flip: one live line on a terminal, a line for each change elsewhere.
 
     Return the last message. None: the stream ended before it.

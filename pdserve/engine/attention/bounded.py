@@ -24,7 +24,7 @@ was not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn(Generic[Prepared]):
+class BoundedTurn(Generic[Prepared]):
     """Rows [begin, end) of a step that are computed together, and what `inner` prepared for them."""
 
     begin: int
@@ -47,20 +47,20 @@ class BoundedAttention(Generic[Prepared]):
         self._scores = scores
         self._most = most_positions
 
-    def prepare(self, spans: tuple[Span, ...]) -> tuple[Turn[Prepared], ...]:
+    def prepare(self, spans: tuple[Span, ...]) -> tuple[BoundedTurn[Prepared], ...]:
         """Split a step into turns and prepare each of them."""
         return tuple(self._turn(part) for part in self._turns(spans))
 
-    def run(self, prepared: tuple[Turn[Prepared], ...], layer: int, query: Tensor) -> Tensor:
+    def run(self, prepared: tuple[BoundedTurn[Prepared], ...], layer: int, query: Tensor) -> Tensor:
         """Return the attention of `query` [tokens, num_heads, head_dim] in one layer: the same shape and dtype."""
         if len(prepared) == 1:
             return self._inner.run(prepared[0].prepared, layer, query)
         return torch.cat([self._inner.run(turn.prepared, layer, query[turn.begin : turn.end]) for turn in prepared])
 
-    def _turn(self, spans: list[Span]) -> Turn[Any]:
+    def _turn(self, spans: list[Span]) -> BoundedTurn[Any]:
         begin, last = spans[0].row, spans[-1]
         own = tuple(replace(span, row=span.row - begin) for span in spans)
-        return Turn(begin, last.row + last.count, self._inner.prepare(own))
+        return BoundedTurn(begin, last.row + last.count, self._inner.prepare(own))
 
     def _turns(self, spans: tuple[Span, ...]) -> Iterator[list[Span]]:
         """Yield the spans of each turn, at least one. The rows of a step follow the order of its spans without gaps."""

@@ -29,7 +29,7 @@ PIECE: Final = 128  # the fastest of 64, 128, 256, 512 for 0, 512 and 2,048 cach
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """Sequences with `count` new tokens each that are computed together.
 
     rows: [sequences * count] int64, the rows of their tokens in the batch. kv_rows: the argument for `KvCache.gather`.
@@ -55,11 +55,11 @@ class FastAttention:
         self._group = num_heads // kv.layout.num_kv_heads
         self._device = kv.device
 
-    def prepare(self, spans: tuple[Span, ...]) -> tuple[Call, ...]:
+    def prepare(self, spans: tuple[Span, ...]) -> tuple[AttentionCall, ...]:
         """Group the spans of a step into calls."""
         return tuple(self._call(bucket) for bucket in self._buckets(spans))
 
-    def run(self, prepared: tuple[Call, ...], layer: int, query: Tensor) -> Tensor:
+    def run(self, prepared: tuple[AttentionCall, ...], layer: int, query: Tensor) -> Tensor:
         """Return the attention of `query` [tokens, num_heads, qk_dim] in one layer: [tokens, num_heads, v_dim]."""
         if len(prepared) == 1:
             return self._attend(prepared[0], layer, query)  # a single call has all rows, in order
@@ -68,7 +68,7 @@ class FastAttention:
             result[call.rows] = self._attend(call, layer, query[call.rows])
         return result
 
-    def _attend(self, call: Call, layer: int, query: Tensor) -> Tensor:
+    def _attend(self, call: AttentionCall, layer: int, query: Tensor) -> Tensor:
         """Return the attention of one call's `query` [sequences * count, num_heads, qk_dim], with heads of v_dim."""
         planes = [plane.flatten(0, 1) for plane in self._kv.gather(layer, call.kv_rows, call.sequences)]
         key, value = planes[0], planes[-1][..., : self._scores.v_dim]
@@ -86,7 +86,7 @@ class FastAttention:
             return torch.baddbmm(mask, query, key, alpha=self._scores.scale)
         return torch.bmm(query, key).mul_(self._scores.scale / cap).tanh_().mul_(cap).add_(mask)
 
-    def _call(self, bucket: list[Span]) -> Call:
+    def _call(self, bucket: list[Span]) -> AttentionCall:
         size = self._kv.layout.block_size
         count = bucket[0].count
         width = max(self._blocks(span) for span in bucket)
@@ -97,7 +97,7 @@ class FastAttention:
             tables.append(blocks + blocks[:1] * (width - len(blocks)))
         kv_rows = self._kv.gather_rows(torch.tensor(tables, dtype=torch.int64, device=self._device))
         rows = torch.cat([torch.arange(span.row, span.row + count) for span in bucket]).to(self._device)
-        return Call(len(bucket), count, rows, kv_rows, self._mask(bucket, width * size))
+        return AttentionCall(len(bucket), count, rows, kv_rows, self._mask(bucket, width * size))
 
     def _mask(self, bucket: list[Span], positions: int) -> Tensor:
         """Return a call's mask: 0 for positions that a token may see, -inf for all others and for padding.

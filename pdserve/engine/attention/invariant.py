@@ -55,7 +55,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionGroup:
     """`sequences` sequences with `tokens` query tokens each that are computed together.
 
     rows: the number of query rows for one sequence and KV head, padding included. places: [sequences * tokens], the rows of
@@ -70,7 +70,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AttentionWork:
     """All sequences of a step.
 
     kv_rows: the argument for `KvCache.gather`. stale: indices into [kv tiles * num_kv_heads * positions] of the positions
@@ -80,7 +80,7 @@ class Work:
     kv_tiles: int
     kv_rows: Tensor
     stale: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[AttentionGroup, ...]
 
 
 class InvariantAttention:
@@ -98,7 +98,7 @@ class InvariantAttention:
         self._sizes = self._settle()
         self._piece_tokens = min(self._tile_tokens, self._sizes[-1] // self._group)
 
-    def run(self, prepared: Work, layer: int, query: Tensor) -> Tensor:
+    def run(self, prepared: AttentionWork, layer: int, query: Tensor) -> Tensor:
         """Return the attention of `query` [tokens, num_heads, qk_dim] in one layer: [tokens, num_heads, v_dim]."""
         planes = [plane.float() for plane in self._kv.gather(layer, prepared.kv_rows, prepared.kv_tiles)]
         values = planes[-1].view(-1, planes[-1].shape[-1])
@@ -111,7 +111,7 @@ class InvariantAttention:
             result[group.places] = self._attend(group, query[group.places], key, value)
         return result
 
-    def _attend(self, group: Group, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, group: AttentionGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attention of one group, [sequences * tokens, num_heads, v_dim] in the dtype of `query`.
 
         query: [sequences * tokens, num_heads, qk_dim]. key, value: all tiles of the step.
@@ -157,7 +157,7 @@ class InvariantAttention:
             highest = torch.maximum(maximum, highest)
         return highest, exp_fixed(scores.sub_(highest))
 
-    def prepare(self, spans: tuple[Span, ...]) -> Work:
+    def prepare(self, spans: tuple[Span, ...]) -> AttentionWork:
         """Cut a step into groups and rounds, and list the blocks of each tile."""
         singles = sorted((span for span in spans if span.count == 1), key=lambda span: (-self._tiles_of(span), -span.end))
         total = sum(span.count for span in spans)
@@ -168,14 +168,14 @@ class InvariantAttention:
                 groups += self._pieces(span, tiles, total)
         sources = [self._sources(span, tile) for span, tile in tiles]
         tables = [[span.block_table[i] for i in held] for (span, _), held in zip(tiles, sources, strict=True)]
-        return Work(
+        return AttentionWork(
             kv_tiles=len(tiles),
             kv_rows=self._kv.gather_rows(torch.tensor(tables, dtype=torch.int64, device=self._device)),
             stale=self._stale(sources, [span.end for span, _ in tiles]),
             groups=tuple(groups),
         )
 
-    def _singles(self, spans: list[Span], tiles: list[tuple[Span, int]], total: int) -> Group:
+    def _singles(self, spans: list[Span], tiles: list[tuple[Span, int]], total: int) -> AttentionGroup:
         """Return the group of all single tokens.
 
         spans: those of most tiles first. Their tiles are appended to `tiles`: the first of all, then the second, and so on.
@@ -188,7 +188,9 @@ class InvariantAttention:
             masked = [one for one, n in zip(there, counts, strict=False) if n == index + 1 or all_begin]
             rounds.append(Round(len(tiles), len(there), self._hidden([(tile, span.start) for span, tile in masked])))
             tiles += there
-        return Group(len(spans), 1, self._rows_for(1), self._places([span.row for span in spans], total), tuple(rounds))
+        return AttentionGroup(
+            len(spans), 1, self._rows_for(1), self._places([span.row for span in spans], total), tuple(rounds)
+        )
 
     def _hidden(self, tokens: list[tuple[int, int]]) -> Tensor | None:
         """Return `Round.hidden` for single tokens, each given as its tile and its position. None: there is no token."""
@@ -197,7 +199,7 @@ class InvariantAttention:
         own = torch.tensor([position - tile * self._tile_tokens for tile, position in tokens], device=self._device)
         return self._unseen(own).view(len(tokens), 1, 1, -1)
 
-    def _pieces(self, span: Span, tiles: list[tuple[Span, int]], total: int) -> Iterator[Group]:
+    def _pieces(self, span: Span, tiles: list[tuple[Span, int]], total: int) -> Iterator[AttentionGroup]:
         """Yield the groups of one prompt, one for each piece. Its tiles are appended to `tiles`."""
         before = len(tiles) - self._first_tile(span.start)
         tiles += [(span, tile) for tile in range(self._first_tile(span.start), ceil_div(span.end, self._tile_tokens))]
@@ -213,7 +215,7 @@ class InvariantAttention:
                 begin = tile * self._tile_tokens
                 whole = seen_by_all <= begin and tile < last
                 rounds.append(Round(before + tile, 1, None if whole else self._causal(start - begin, count)))
-            yield Group(1, count, self._rows_for(count), places, tuple(rounds))
+            yield AttentionGroup(1, count, self._rows_for(count), places, tuple(rounds))
             start += count
 
     def _places(self, rows: list[int], total: int) -> Tensor | None:

@@ -18,7 +18,7 @@ from pdserve.core.ids import BlockId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.kernels.decode import choose_splits, decode
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
-from pdserve.engine.kernels.shape import AttentionShape
+from pdserve.engine.kernels.shape import KernelShape
 from pdserve.engine.kernels.support import multiprocessors
 from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
 from pdserve.engine.kv.paged import PagedKv
@@ -67,7 +67,7 @@ class TritonStep:
 class TritonAttention:
     """Attention of one shape over `kv` of any format."""
 
-    def __init__(self, kv: PagedKv, shape: AttentionShape, dtype: torch.dtype) -> None:
+    def __init__(self, kv: PagedKv, shape: KernelShape, dtype: torch.dtype) -> None:
         self._layers = [kv.layer(i) for i in range(kv.num_layers)]
         self._shape = shape
         self._block_size = kv.block_size

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import attend, load_query
-from pdserve.engine.kernels.shape import AttentionShape, padded
+from pdserve.engine.kernels.shape import KernelShape, padded
 from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
 from pdserve.engine.kv.paged import LayerKv
@@ -119,7 +119,7 @@ def merge_kernel(
 
 
 def decode(
-    query: Tensor, out: Tensor, shape: AttentionShape, layer: LayerKv, tables: Tensor, rows: Tensor, ends: Tensor,
+    query: Tensor, out: Tensor, shape: KernelShape, layer: LayerKv, tables: Tensor, rows: Tensor, ends: Tensor,
     splits: int, tiling: Tiling,
 ) -> None:  # fmt: skip
     """Compute the attention of single tokens into `out`. Rows that `rows` does not name stay as they are.

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.engine.kernels.flash import attend, load_query
-from pdserve.engine.kernels.shape import AttentionShape
+from pdserve.engine.kernels.shape import KernelShape
 from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
 from pdserve.engine.kv.paged import LayerKv
 
@@ -110,7 +110,7 @@ def prefill_kernel(
 
 
 def prefill(
-    query: Tensor, out: Tensor, shape: AttentionShape, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling
+    query: Tensor, out: Tensor, shape: KernelShape, layer: LayerKv, tables: Tensor, tiles: Tensor, tiling: Tiling
 ) -> None:
     """Compute the attention of prompts into `out`. Rows that no tile names stay as they are.
 

@@ -17,7 +17,7 @@ _LOG2_E: Final = 1 / math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class KernelShape:
     """Causal attention of `heads` query heads over `kv_heads` KV heads in blocks of `block_size` tokens.
 
     qk_dim, v_dim: numbers of a head of queries and keys, and of a head of values. latent: there is one plane, and a value is
@@ -93,18 +93,18 @@ def padded(numbers: int) -> int:
     return max(SMALLEST, next_power_of_2(numbers))
 
 
-def grouped(kv: PagedKv, heads: int, window: int = 0) -> AttentionShape:
+def grouped(kv: PagedKv, heads: int, window: int = 0) -> KernelShape:
     """Return the shape of Llama's attention over `kv`."""
-    return AttentionShape(heads, kv.num_kv_heads, kv.head_dim, kv.head_dim, kv.block_size, kv.format, window=window)
+    return KernelShape(heads, kv.num_kv_heads, kv.head_dim, kv.head_dim, kv.block_size, kv.format, window=window)
 
 
-def shape_of(spec: Attention, block_size: int, kind: KvFormat) -> AttentionShape:
+def shape_of(spec: Attention, block_size: int, kind: KvFormat) -> KernelShape:
     """Return the shape of a layer's attention. Latent attention is absorbed: one KV head, whose value is part of its key."""
     if isinstance(spec, MlaSpec):
         scale = spec.scale if spec.scale is not None else 1.0 / math.sqrt(spec.qk_dim)
         dim = spec.kv_rank + spec.rope_dim
-        return AttentionShape(spec.heads, 1, dim, spec.kv_rank, block_size, kind, latent=True, scale=scale)
-    return AttentionShape(
+        return KernelShape(spec.heads, 1, dim, spec.kv_rank, block_size, kind, latent=True, scale=scale)
+    return KernelShape(
         spec.heads, spec.kv_heads, spec.qk_dim, spec.v_dim, block_size, kind,
         window=spec.window or 0, scale=spec.scale, softcap=spec.softcap,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.engine.kernels.shape import AttentionShape, padded
+from pdserve.engine.kernels.shape import KernelShape, padded
 from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kv.paged import KvFormat
 
@@ -30,7 +30,7 @@ class Tiling:
     stages: int
 
 
-def prefill_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
+def prefill_tiling(shape: KernelShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of prefill, chosen for Hopper: 227 KiB of shared memory and 64 Ki registers a multiprocessor.
 
     The numbers are those of the kernels compiled for sm_90a:
@@ -54,7 +54,7 @@ def prefill_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
     return Tiling(max(128, rows), 64 if dim <= 128 else 32, 8, 3)
 
 
-def decode_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
+def decode_tiling(shape: KernelShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of decode: one token, so a row for each head of the group, at least the 16 of a tensor core.
 
     128 dimensions, bfloat16: two tiles of K and V are being loaded or used, which is 64 KiB, and each of 128 threads has at
@@ -69,7 +69,7 @@ def decode_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
     return Tiling(rows, 64 if _dim(shape) <= 128 else 32, 4, 3)
 
 
-def _latent_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
+def _latent_tiling(shape: KernelShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of latent attention, in which all query heads share one key of hundreds of numbers.
 
     DeepSeek's 512 + 64 numbers in bfloat16, 256 threads:
@@ -85,7 +85,7 @@ def _latent_tiling(shape: AttentionShape, dtype: torch.dtype) -> Tiling:
     return Tiling(rows, 32, 8, 3)
 
 
-def _dim(shape: AttentionShape) -> int:
+def _dim(shape: KernelShape) -> int:
     return max(padded(shape.qk_dim), padded(shape.v_dim))
 
 

@@ -25,7 +25,7 @@ from pdserve.engine.kv.paged import (
     TORCH_DTYPES,
     TOUCH_FIELDS,
     PagedKv,
-    Part,
+    PagePart,
     paged_kv,
     part_views,
     touched_blocks,
@@ -157,7 +157,7 @@ class KvCache:
                 yield values[:, done : done + heads].reshape(len(blocks), heads, -1, dim)
                 done += heads
 
-    def _quantise(self, part: Part, layer: int, touched: Tensor, tokens: Tensor) -> None:
+    def _quantise(self, part: PagePart, layer: int, touched: Tensor, tokens: Tensor) -> None:
         """Write tokens [tokens, heads, dim] float32 to a part of a quantised pool.
 
         The older tokens of a block are quantised again when its scale grows. touched: [blocks, 4] int64 of `touched_blocks`.

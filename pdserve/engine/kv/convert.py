@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.core.kv_layout import KvGroup
 from pdserve.engine.kv.format import dequantise, quantise
-from pdserve.engine.kv.paged import TORCH_DTYPES, Part, part_views
+from pdserve.engine.kv.paged import TORCH_DTYPES, PagePart, part_views
 
 
 def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int) -> Tensor:
@@ -40,7 +40,7 @@ def _read(blocks: Tensor, group: KvGroup) -> list[Tensor]:
     return [_values(part, group.dtype) for part in part_views(blocks, group)]
 
 
-def _values(part: Part, dtype: str) -> Tensor:
+def _values(part: PagePart, dtype: str) -> Tensor:
     if part.scales is None:
         return part.data.to(torch.float32, copy=True)
     return dequantise(part.data, part.scales, dtype)

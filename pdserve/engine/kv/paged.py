@@ -48,7 +48,7 @@ class KvFormat(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """Views of one of `KvGroup.parts` in all blocks: neighbouring planes whose heads have one dim.
 
     data: [num_blocks, num_layers, heads, block_size, stored_dim], uint8 in a quantised block; the last three dimensions are
@@ -59,7 +59,7 @@ class Part:
     scales: Tensor | None
 
 
-def part_views(blocks: Tensor, group: KvGroup) -> tuple[Part, ...]:
+def part_views(blocks: Tensor, group: KvGroup) -> tuple[PagePart, ...]:
     """Return the parts of blocks [num_blocks, block_bytes] uint8, in the order of `group.parts`."""
     layers, size = (len(blocks), group.num_layers), group.block_size
     data = blocks[:, : group.data_bytes].view(*layers, -1)
@@ -67,14 +67,14 @@ def part_views(blocks: Tensor, group: KvGroup) -> tuple[Part, ...]:
         numbers = data.view(TORCH_DTYPES[group.dtype])
         split = torch.split(numbers, [heads * size * dim for heads, dim in group.parts], 2)
         return tuple(
-            Part(one.view(*layers, heads, size, dim), None) for one, (heads, dim) in zip(split, group.parts, strict=True)
+            PagePart(one.view(*layers, heads, size, dim), None) for one, (heads, dim) in zip(split, group.parts, strict=True)
         )
     stored = [(heads, stored_dim(dim, group.dtype)) for heads, dim in group.parts]
     split = torch.split(data, [heads * size * dim for heads, dim in stored], 2)
     all_scales = blocks[:, group.data_bytes :].view(torch.float32).view(*layers, -1)
     scales = torch.split(all_scales, [heads for heads, _ in stored], 2)
     return tuple(
-        Part(one.view(*layers, heads, size, dim), of_heads)
+        PagePart(one.view(*layers, heads, size, dim), of_heads)
         for one, of_heads, (heads, dim) in zip(split, scales, stored, strict=True)
     )
 

@@ -144,7 +144,7 @@ def _mlp_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFo
     return MoeMlp(mlp, router, own.router_bias, experts, shared, rows, grouped)
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A layer with the number of its KV group, its place within the group, and the number of its table of rotations."""
 
     layer: Layer
@@ -172,7 +172,9 @@ class Decoder:
         self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
         self._layers = [
-            Place(Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)])
+            LayerPlace(
+                Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)]
+            )
             for one, own, norm, place in zip(spec.layers, weights.layers, _next_norms(spec, weights), spec.places, strict=True)
         ]
         self._head = linear(weights.head)

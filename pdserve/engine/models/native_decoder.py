@@ -100,8 +100,8 @@ class NativeDecoder:
         self.scheme = scheme
         self.threads = torch.get_num_threads()
         self._block_size = kv.spec.block_size
-        self._groups = (library.Group * len(kv.caches))(
-            *(library.Group(0, 0, one.address, one.num_blocks, KV_FORMATS[one.layout.dtype]) for one in kv.caches)
+        self._groups = (library.NativeGroup * len(kv.caches))(
+            *(library.NativeGroup(0, 0, one.address, one.num_blocks, KV_FORMATS[one.layout.dtype]) for one in kv.caches)
         )
         self._groups_address = ctypes.addressof(self._groups)
         self._vocab = spec.vocab_size
@@ -114,9 +114,9 @@ class NativeDecoder:
         self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
         count = len(spec.layers)
         self._layers = count
-        layers = (library.Layer * count)(*map(self._layer_shape, spec.layers, spec.places))
+        layers = (library.NativeLayer * count)(*map(self._layer_shape, spec.layers, spec.places))
         windows = array("q", (group.window or 0 for group in kv.spec.groups))
-        shape = library.Shape(
+        shape = library.NativeShape(
             spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0], spec.norm.eps,
             float(torch.tensor(spec.embedding_scale).bfloat16()), spec.softcap or 0.0,
         )  # fmt: skip
@@ -192,14 +192,14 @@ class NativeDecoder:
         )
         return packed.taken()
 
-    def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.Layer:
+    def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.NativeLayer:
         attention, mlp = layer.attention, layer.mlp
         table = self._ropes[rope_key(attention)]
         heads = attention.heads, attention.kv_heads, attention.planes[0][1]
         softcap = attention.softcap if isinstance(attention, AttentionSpec) else None
         activation = _ACTIVATIONS.index(mlp.activation)
         moe = library.Moe() if isinstance(mlp, DenseSpec) else _moe_shape(mlp)
-        return library.Layer(
+        return library.NativeLayer(
             *heads, 0 if moe.experts else mlp.intermediate, *place, table.shape[2], activation, layer.norms.eps,
             _head_norm(attention).eps, _scale_of(attention), softcap or 0.0, table.data_ptr(), _latent_shape(attention), moe,
         )  # fmt: skip

@@ -16,7 +16,7 @@ BEST: Final = 0
 bits."""
 
 
-class SumBlocks(Protocol):
+class NativeSums(Protocol):
     """The compiled function.
 
     region: the address of the blocks. ids: the address of `count` int64 block ids. sums: the address of room for `count`
@@ -29,7 +29,7 @@ class SumBlocks(Protocol):
 
 
 @cache
-def load_sums() -> SumBlocks | None:
+def load_sums() -> NativeSums | None:
     """Return the compiled checksum of blocks; None when the library was not built or is older. It runs on any CPU."""
     path = installed("_sums")
     if path is None:

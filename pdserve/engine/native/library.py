@@ -39,7 +39,7 @@ class Latent(Structure):
     _fields_ = [(name, c_int64) for name in ("kv_rank", "q_rank", "nope_dim", "v_dim")]
 
 
-class Layer(Structure):
+class NativeLayer(Structure):
     """`PdLayer` of abi.h."""
 
     _fields_ = [
@@ -50,17 +50,17 @@ class Layer(Structure):
     ]  # fmt: skip
 
 
-class Shape(Structure):
+class NativeShape(Structure):
     """`PdShape` of abi.h."""
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "vocab", "layers", "groups")),
-        ("layer", POINTER(Layer)), ("windows", c_void_p),
+        ("layer", POINTER(NativeLayer)), ("windows", c_void_p),
         *((name, c_double) for name in ("rms_norm_eps", "embedding_scale", "softcap")),
     ]  # fmt: skip
 
 
-class Group(Structure):
+class NativeGroup(Structure):
     """`PdGroup` of abi.h."""
 
     _fields_ = [
@@ -134,7 +134,7 @@ def load() -> ctypes.CDLL | None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_abi.restype = c_int
     library.pdserve_missing.restype = library.pdserve_compiler.restype = c_char_p
-    library.pdserve_model_new.argtypes = (POINTER(Shape), c_void_p)
+    library.pdserve_model_new.argtypes = (POINTER(NativeShape), c_void_p)
     library.pdserve_model_new.restype = c_void_p
     library.pdserve_model_free.argtypes = (c_void_p,)
     library.pdserve_model_free.restype = None

@@ -42,7 +42,7 @@ class StepCost(NamedTuple):
         return self.fixed_s + self.token_s * tokens
 
 
-class Kind:
+class StepKind:
     """Exponential means of the steps of one kind: their tokens (x) and their seconds (y)."""
 
     __slots__ = ("steps", "sxx", "sxy", "x", "y")
@@ -70,8 +70,8 @@ class StepRates:
         self._rate_tokens = 0
         self._told = 0.0
         """The rate that was known when the steps with prompts last began anew. 0: none was."""
-        self._with_prompts = Kind()
-        self._decodes = Kind()
+        self._with_prompts = StepKind()
+        self._decodes = StepKind()
         self._strain = 1.0
 
     @property
@@ -123,8 +123,8 @@ class StepRates:
         """The expected time of steps. None: too few steps with prompts were seen."""
         return self._line() if self._with_prompts.steps >= KNOWN_STEPS else None
 
-    def _begin_anew(self, *, with_prompts: bool) -> Kind:
-        kind = Kind()
+    def _begin_anew(self, *, with_prompts: bool) -> StepKind:
+        kind = StepKind()
         if with_prompts:
             self._told = self.prompt_tokens_per_s
             self._with_prompts, self._rate_tokens, self._strain = kind, 0, 1.0

@@ -16,7 +16,7 @@ from router.openai.ignored import Ignored, decode_body
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import MAX_PARTS, text_or_refusal
 from router.openai.responses.body import CallItem, CallOutputItem, ItemKind, MessageItem, ReasoningItem, TextPart
-from router.openai.responses.names import Names
+from router.openai.responses.names import ResponseNames
 from router.openai.unsupported import refuse_unsupported
 
 _KIND: Final = msgspec.json.Decoder(ItemKind)
@@ -49,7 +49,7 @@ class _Turn:
         return message
 
 
-class Turns:
+class ResponseTurns:
     """The messages of a chat that is read from a body of `/v1/responses`."""
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class Turns:
                 raise refuse(f"{place}.type", f"{show(kind)} is not supported; only {', '.join(KINDS)} are")
         self.left_out += (ignored, hints)
 
-    def names(self, *, formatted: bool) -> Names:
+    def names(self, *, formatted: bool) -> ResponseNames:
         """Return the names of the items in the body. `formatted`: the constraint came from `text.format`."""
         calls = tuple(tuple(turn.call_places) for turn in self._turns)
-        return Names(tuple(turn.place for turn in self._turns), calls, formatted)
+        return ResponseNames(tuple(turn.place for turn in self._turns), calls, formatted)
 
     def _message(self, item: MessageItem, place: str) -> None:
         content = _joined(item.content, f"{place}.content")

@@ -24,7 +24,7 @@ _FIELDS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ResponseNames:
     """The names of the items that became messages and calls."""
 
     messages: tuple[str, ...]

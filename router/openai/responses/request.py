@@ -25,8 +25,8 @@ from router.openai.responses.body import (
     ResponsesBody,
     TextFormat,
 )
-from router.openai.responses.items import Turns
-from router.openai.responses.names import Names
+from router.openai.responses.items import ResponseTurns
+from router.openai.responses.names import ResponseNames
 from router.openai.structured import SCHEMA, formats_left_out
 from router.openai.tools import MAX_TOOLS
 from router.openai.unsupported import refuse_unsupported
@@ -52,7 +52,7 @@ class ResponsesCall:
     repeated: bytes
     """The fields of the answer that are those of the request, as members of a JSON object."""
     logprobs: bool
-    names: Names
+    names: ResponseNames
 
     @property
     def request_id(self) -> str:
@@ -120,9 +120,9 @@ def _included(fields: ResponsesBody) -> tuple[bool, Ignored]:
     return LOGPROBS in entries, left_out("include", [entry for entry in entries if entry != LOGPROBS])
 
 
-def _turns(fields: ResponsesBody) -> Turns:
+def _turns(fields: ResponsesBody) -> ResponseTurns:
     """Return the messages of the chat."""
-    turns = Turns()
+    turns = ResponseTurns()
     if fields.instructions is not None:
         turns.say("system", fields.instructions, "instructions")
     if fields.input is None:

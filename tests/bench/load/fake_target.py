@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from pdserve.bench.load.generator import run_load
 from pdserve.bench.load.limits import RunLimits
-from pdserve.bench.load.target import Answer, Call
-from pdserve.bench.load.watch import Progress, Watch, watch_nothing
-from pdserve.bench.row import Row
+from pdserve.bench.load.target import LoadAnswer, LoadCall
+from pdserve.bench.load.watch import LoadWatch, RunProgress, watch_nothing
+from pdserve.bench.row import BenchRow
 from pdserve.bench.workload.request import BenchRequest
 from sim.world.clock import SimLoop, Timeline
 
@@ -28,11 +28,11 @@ class FakeTarget:
     """Answers by a script. Token i of request n is 1000 * n + i."""
 
     script: Callable[[int], Script] = lambda number: Script()
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LoadCall] = field(default_factory=list)
     running: int = 0
     most: int = 0
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         loop = asyncio.get_running_loop()
         self.calls.append(call)
         self.running += 1
@@ -57,19 +57,19 @@ def run_virtually(
     requests: list[BenchRequest] | Iterator[BenchRequest],
     target: FakeTarget,
     limits: RunLimits,
-    watch: Watch = watch_nothing,
+    watch: LoadWatch = watch_nothing,
     *,
     cancel_at_s: float | None = None,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     until_s: float = 1e6,
     late_s: Callable[[], float] = lambda: 0.0,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Run the generator on a virtual clock. Nothing is left behind it. `late_s` moves the generator's clock ahead of it."""
     timeline = Timeline()
     loop = SimLoop(timeline, "generator")
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
 
-    def keep(row: Row) -> bool:
+    def keep(row: BenchRow) -> bool:
         rows.append(row)
         return watch(row)
 

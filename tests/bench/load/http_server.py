@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
 from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 
 HANG_UP = b"\x00hang up"
 """Closes the connection in place of sending."""
@@ -93,13 +93,13 @@ async def scripted_server(answer: Callable[[int], Sequence[bytes]]) -> AsyncIter
         await asyncio.gather(*tasks)
 
 
-async def ask(url: BaseUrl, calls: Sequence[Call], http: HttpOptions | None = None) -> list[Answer]:
+async def ask(url: BaseUrl, calls: Sequence[LoadCall], http: HttpOptions | None = None) -> list[LoadAnswer]:
     """Send the calls one after the other on one target, which is closed."""
     target = HttpTarget(url, RequestOptions(model="m"), http or HttpOptions())
     answers = []
     try:
         for call in calls:
-            answer = Answer()
+            answer = LoadAnswer()
             async with asyncio.timeout(60):
                 await target.send(call, answer)
             answers.append(answer)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.bench.load.failures import ANSWER_GONE, MIXED_PROMPT, NEVER_SENT, NO_TOKENS, PREDECESSOR_FAILED, TIMEOUT
 from pdserve.bench.load.limits import MAX_CONCURRENCY, RunLimits
-from pdserve.bench.load.watch import MAX_MESSAGE_CHARS, MAX_REASONS, Progress
+from pdserve.bench.load.watch import MAX_MESSAGE_CHARS, MAX_REASONS, RunProgress
 from pdserve.bench.row import STOPPED
 from pdserve.bench.workload.request import AnswerOf, BenchRequest
 from pdserve.core.errors import ConfigError
@@ -91,7 +91,7 @@ def test_late_generator_says_so_in_the_row() -> None:
 
 
 def test_messages_of_failures_are_bounded_lines() -> None:
-    progress = Progress()
+    progress = RunProgress()
     progress.explain("bad", "\x1b[2Jfirst\r\n" + "x" * 10_000)
     progress.explain("bad", "second")
     for number in range(1_000):
@@ -102,7 +102,7 @@ def test_messages_of_failures_are_bounded_lines() -> None:
 
 def test_concurrency_limit_moves_the_plan() -> None:
     """A request that waits for a place is planned for the moment at which it gets one, and the run says how many waited."""
-    target, progress = FakeTarget(lambda number: Script((1.0,))), Progress()
+    target, progress = FakeTarget(lambda number: Script((1.0,))), RunProgress()
     rows = run_virtually([one(n, 0.0) for n in range(4)], target, RunLimits(max_concurrency=1), progress=progress)
     assert [row.planned_s for row in rows] == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert (progress.held, progress.sent, progress.done) == (3, 4, 4)

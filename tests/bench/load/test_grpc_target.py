@@ -15,12 +15,12 @@ import pytest
 from pdserve.bench.load import failures
 from pdserve.bench.load.grpc_target import GrpcTarget
 from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 Response = inference_pb2.GenerateResponse
-CALL = Call(0, (1, 2, 3), 4, "chat", "s")
+CALL = LoadCall(0, (1, 2, 3), 4, "chat", "s")
 LAST = Response(
     ids=[9],
     text="c",
@@ -65,8 +65,8 @@ async def scripted_router(answer: Callable[[], Iterable[Any]]) -> AsyncIterator[
         await server.stop(None)
 
 
-async def send(target: GrpcTarget, call: Call = CALL) -> Answer:
-    answer = Answer()
+async def send(target: GrpcTarget, call: LoadCall = CALL) -> LoadAnswer:
+    answer = LoadAnswer()
     async with asyncio.timeout(60):
         await target.send(call, answer)
     return answer
@@ -77,7 +77,7 @@ def test_answers_are_read() -> None:
         parts = [Response(ids=[7, 8], text="a"), Response(text="b"), Response(ids=[5]), LAST]
         async with scripted_router(lambda: parts) as (servicer, target):
             other = target.with_options(RequestOptions(cache_salt="salt", placement="disaggregated"))
-            answer, text = await asyncio.gather(send(target), send(other, Call(1, "hello", 4)))
+            answer, text = await asyncio.gather(send(target), send(other, LoadCall(1, "hello", 4)))
         assert (answer.error, answer.ids, "".join(answer.texts)) == ("", [7, 8, 5, 9], "abc")
         assert [count for _, count in answer.arrivals] == [2, 1, 1]
         assert (answer.prompt_tokens, answer.output_tokens) == (3, 4)
@@ -105,7 +105,7 @@ HOSTILE: dict[str, tuple[list[Any], str]] = {
 def test_hostile_router_is_a_reason(case: str) -> None:
     parts, reason = HOSTILE[case]
 
-    async def run() -> Answer:
+    async def run() -> LoadAnswer:
         async with scripted_router(lambda: parts) as (_, target):
             return await send(target)
 
@@ -117,7 +117,7 @@ def test_hostile_router_is_a_reason(case: str) -> None:
 def test_cancelled_call_is_cancelled_on_the_server() -> None:
     async def run() -> None:
         async with scripted_router(lambda: [Response(ids=[1]), None]) as (servicer, target):
-            answer = Answer()
+            answer = LoadAnswer()
             task = asyncio.create_task(target.send(CALL, answer))
             while not answer.arrivals:  # noqa: ASYNC110 - the test times out
                 await asyncio.sleep(0.001)
@@ -137,7 +137,7 @@ def test_nobody_listens_and_text_that_is_no_utf8() -> None:
     async def run() -> list[str]:
         target = GrpcTarget(f"127.0.0.1:{port}", RequestOptions(), channels=1)
         try:
-            return [(await send(target)).error, (await send(target, Call(0, "\ud800", 1))).error]
+            return [(await send(target)).error, (await send(target, LoadCall(0, "\ud800", 1))).error]
         finally:
             await target.close()
 

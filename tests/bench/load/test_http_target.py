@@ -14,17 +14,17 @@ from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
 from pdserve.bench.load.options import RequestOptions
 from pdserve.bench.load.server_info import ask_server
 from pdserve.bench.load.sse import MAX_LINE_BYTES
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.core.errors import ConfigError
 from tests.bench.load.http_server import GOOD, HANG_UP, Seen, ask, chunked, event, scripted_server, sse_head, token, whole
 
-CALL = Call(0, (1, 2, 3), 4)
+CALL = LoadCall(0, (1, 2, 3), 4)
 
 
 def answers_to(
-    parts: Sequence[bytes], calls: Sequence[Call] = (CALL,), http: HttpOptions | None = None
-) -> tuple[list[Answer], Seen]:
-    async def run() -> tuple[list[Answer], Seen]:
+    parts: Sequence[bytes], calls: Sequence[LoadCall] = (CALL,), http: HttpOptions | None = None
+) -> tuple[list[LoadAnswer], Seen]:
+    async def run() -> tuple[list[LoadAnswer], Seen]:
         async with scripted_server(lambda number: parts) as (url, seen):
             return await ask(url, calls, http), seen
 
@@ -53,7 +53,7 @@ def test_answers_are_read_and_connections_are_kept() -> None:
 def test_chat_sends_text_as_a_message() -> None:
     chunks = [event(choices=[{"delta": {"role": "assistant", "content": ""}}]), event(choices=[{"delta": {"content": "hi"}}])]
     parts = [sse_head(), chunked(b"".join(chunks) + b"data: [DONE]\n\n") + b"0\r\n\r\n"]
-    (good, bad), seen = answers_to(parts, [Call(0, "hello", 4), CALL], HttpOptions(chat=True))
+    (good, bad), seen = answers_to(parts, [LoadCall(0, "hello", 4), CALL], HttpOptions(chat=True))
     assert (good.error, "".join(good.texts), len(good.arrivals)) == ("", "hi", 1)
     assert seen.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
     assert seen.heads[0].startswith(b"POST /v1/chat/completions ")
@@ -66,7 +66,7 @@ def test_our_router_gets_class_and_session_and_says_how_it_served() -> None:
     counted = [token("a", usage={"prompt_tokens": 3, "completion_tokens": n}) for n in (0, 2)]
     parts = [sse_head(), chunked(b"".join(counted) + last + b"data: [DONE]\n\n") + b"0\r\n\r\n"]
     http = HttpOptions(ours=True, continuous_usage=True, api_key="secret")
-    (answer,), seen = answers_to(parts, [Call(0, "x", 4, "chat", "s-1")], http)
+    (answer,), seen = answers_to(parts, [LoadCall(0, "x", 4, "chat", "s-1")], http)
     assert (answer.error, [count for _, count in answer.arrivals]) == ("", [2])
     assert (answer.served.request_id, answer.served.placement, answer.served.kv_bytes) == ("r", "disaggregated", 7)
     for line in (b"X-Slo-Class: chat", b"X-Session-Id: s-1", b"Authorization: Bearer secret"):
@@ -145,7 +145,7 @@ def test_cancelled_call_closes_its_connection() -> None:
     async def run() -> None:
         async with scripted_server(lambda number: GOOD[:2]) as (url, _):
             target = HttpTarget(url, RequestOptions(), HttpOptions())
-            answer = Answer()
+            answer = LoadAnswer()
             task = asyncio.create_task(target.send(CALL, answer))
             while not answer.arrivals:  # noqa: ASYNC110 - the test times out
                 await asyncio.sleep(0.001)

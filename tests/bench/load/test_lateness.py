@@ -9,13 +9,13 @@ import pytest
 from pdserve.bench.load.failures import PREDECESSOR_FAILED
 from pdserve.bench.load.lateness import lag_p99_s, refusal
 from pdserve.bench.load.priority import raised_priority
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 
 
-def row(number: int, lag_s: float, ttft_s: float, **fields: object) -> Row:
+def row(number: int, lag_s: float, ttft_s: float, **fields: object) -> BenchRow:
     sent_s = number + lag_s
     arrival = (sent_s + ttft_s, 1)
-    return Row(number, float(number), sent_s, arrival[0] + 1, 8, 1, (arrival,), **fields)  # type: ignore[arg-type]
+    return BenchRow(number, float(number), sent_s, arrival[0] + 1, 8, 1, (arrival,), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import pytest
 
 from pdserve.bench.layout import Slo
 from pdserve.bench.load.live import LiveFigures
-from pdserve.bench.load.watch import Progress
-from pdserve.bench.row import Row
+from pdserve.bench.load.watch import RunProgress
+from pdserve.bench.row import BenchRow
 from pdserve.commands.bench.live_line import line
 
 
-def row(number: int, ended_s: float, ttft_s: float = 0.2, **fields: object) -> Row:
+def row(number: int, ended_s: float, ttft_s: float = 0.2, **fields: object) -> BenchRow:
     arrivals = ((ended_s - 1 + ttft_s, 1), (ended_s, 1))
-    return Row(number, ended_s - 1, ended_s - 1, ended_s, 8, 2, arrivals, **fields)  # type: ignore[arg-type]
+    return BenchRow(number, ended_s - 1, ended_s - 1, ended_s, 8, 2, arrivals, **fields)  # type: ignore[arg-type]
 
 
 def test_window_forgets_what_is_older() -> None:
@@ -24,7 +24,7 @@ def test_window_forgets_what_is_older() -> None:
         figures.add(
             row(number, float(number + 1), ttft_s=0.9 if number == 19 else 0.4, error="http_500" if number == 19 else "")
         )
-    live = figures.of(Progress(now_s=20.5, sent=25, done=19, failed=1))
+    live = figures.of(RunProgress(now_s=20.5, sent=25, done=19, failed=1))
     assert live.requests_per_s == pytest.approx(0.9)
     assert live.tokens_per_s == pytest.approx(1.8)
     assert live.goodput_per_s == 0.0
@@ -35,6 +35,6 @@ def test_window_forgets_what_is_older() -> None:
 
 
 def test_nothing_yet() -> None:
-    live = LiveFigures(lambda name: Slo()).of(Progress())
+    live = LiveFigures(lambda name: Slo()).of(RunProgress())
     assert (live.requests_per_s, live.ttft_p50_s, live.eta_s) == (0.0, None, None)
     assert "TTFT p50 - p99 -" in line(live)

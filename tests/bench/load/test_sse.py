@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.bench.load.sse import SseReader
-from pdserve.bench.load.target import Answer, Call
+from pdserve.bench.load.target import LoadAnswer, LoadCall
 from tests.bench.load.http_server import event, token
 
 STREAM = b": comment\r\nevent: x\n" + b"".join(
@@ -26,8 +26,8 @@ STREAM = b": comment\r\nevent: x\n" + b"".join(
 @settings(max_examples=50, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=30))
 def test_cuts_change_nothing(cuts: list[int]) -> None:
-    answer = Answer()
-    reader = SseReader(Call(0, "x", 8), answer)
+    answer = LoadAnswer()
+    reader = SseReader(LoadCall(0, "x", 8), answer)
     reader.head(200, {})
     places = [0, *sorted(cuts), len(STREAM)]
     for now_s, (start, stop) in enumerate(pairwise(places)):

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from pdserve.bench.row import STOPPED, Row, Served
+from pdserve.bench.row import STOPPED, BenchRow, Served
 
 TIME = st.floats(0, 1e6, allow_nan=False, width=64)
 MAYBE_TIME = st.none() | TIME
@@ -15,7 +15,7 @@ COUNT = st.integers(0, 1 << 40)
 
 
 @st.composite
-def rows(draw: st.DrawFn, number: int = 0) -> Row:
+def rows(draw: st.DrawFn, number: int = 0) -> BenchRow:
     """Return any row: in order, late, failed, cut off, or warming up."""
     sent_s = draw(TIME)
     gaps = draw(st.lists(st.floats(0, 1), max_size=5))
@@ -25,7 +25,7 @@ def rows(draw: st.DrawFn, number: int = 0) -> Row:
         *(draw(MAYBE_TIME) for _ in range(4)),
         *(draw(st.none() | COUNT) for _ in range(3)),
     )
-    return Row(
+    return BenchRow(
         number=number,
         planned_s=draw(TIME),
         sent_s=sent_s,
@@ -42,12 +42,12 @@ def rows(draw: st.DrawFn, number: int = 0) -> Row:
 
 
 @st.composite
-def runs(draw: st.DrawFn, most: int = 12) -> tuple[Row, ...]:
+def runs(draw: st.DrawFn, most: int = 12) -> tuple[BenchRow, ...]:
     """Return the rows of a run, in any order."""
     return tuple(draw(rows(number)) for number in range(draw(st.integers(0, most))))
 
 
-def plausible(count: int, seed: int, slow: float = 1.0) -> tuple[Row, ...]:
+def plausible(count: int, seed: int, slow: float = 1.0) -> tuple[BenchRow, ...]:
     """Return a run of Poisson arrivals; `slow` multiplies all times of the server."""
     rng = random.Random(seed)
     made, now_s = [], 0.0
@@ -59,7 +59,7 @@ def plausible(count: int, seed: int, slow: float = 1.0) -> tuple[Row, ...]:
             times.append(times[-1] + slow * rng.uniform(0.01, 0.03))
         served = Served(placement="disaggregated", queue_s=0.01 * slow, kv_bytes=1000, attempts=1)
         made.append(
-            Row(
+            BenchRow(
                 number,
                 now_s,
                 now_s,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.bench.report import bootstrap
-from pdserve.bench.report.bootstrap import Mean, Percentile, compare, draws, interval, mean_of, percentile_of
+from pdserve.bench.report.bootstrap import BootstrapMean, Percentile, compare, draws, interval, mean_of, percentile_of
 
 
 @given(
@@ -97,7 +97,7 @@ def test_a_figure_without_values_is_unknown() -> None:
 
 
 def test_a_rate_is_the_sum_of_amounts_over_the_sum_of_times() -> None:
-    rate = Mean(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.5, 1.0]))
+    rate = BootstrapMean(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.5, 1.0]))
     assert rate(np.array([[1, 1, 1], [0, 2, 0]])).tolist() == [3, 4]
 
 

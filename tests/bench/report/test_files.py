@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.bench.report.files import Run, RunFileError, read_run, write_run
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from tests.bench.report.rows import plausible, runs
 
 META: dict[str, Any] = {"seed": 3, "cluster": None, "workload": {"a": [1, 2.5, "ü", True]}}
@@ -22,7 +22,7 @@ SUFFIXES = pytest.mark.parametrize("suffix", [".json", ".parquet"])
 @SUFFIXES
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=runs(most=5))
-def test_a_run_is_read_as_it_was_written(tmp_path: Path, suffix: str, rows: tuple[Row, ...]) -> None:
+def test_a_run_is_read_as_it_was_written(tmp_path: Path, suffix: str, rows: tuple[BenchRow, ...]) -> None:
     path = tmp_path / f"run{suffix}"
     write_run(path, Run(rows, META))
     assert read_run(path) == Run(rows, META)

@@ -14,7 +14,7 @@ from pdserve.bench.layout import Slo
 from pdserve.bench.load.failures import NEVER_SENT
 from pdserve.bench.report.summary import STALL_S, Distribution, summarise
 from pdserve.bench.report.table import summary_table
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from tests.bench.report.rows import plausible, runs
 
 SLOS = {"voice": Slo(0.2, 0.1), "": Slo(0.5, None)}
@@ -46,7 +46,7 @@ def same(got: Distribution | None, values: list[float]) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(runs())
-def test_times_are_those_of_answered_requests_that_count(rows: tuple[Row, ...]) -> None:
+def test_times_are_those_of_answered_requests_that_count(rows: tuple[BenchRow, ...]) -> None:
     got = summarise(rows, slo_of)
     ok = [row for row in rows if row.counts and not row.error]
     same(got.ttft_s, [row.ttft_s for row in ok if row.ttft_s is not None])
@@ -65,7 +65,7 @@ def test_times_are_those_of_answered_requests_that_count(rows: tuple[Row, ...]) 
 
 @settings(max_examples=25, deadline=None)
 @given(runs())
-def test_counts_and_rates_are_over_the_measured_span(rows: tuple[Row, ...]) -> None:
+def test_counts_and_rates_are_over_the_measured_span(rows: tuple[BenchRow, ...]) -> None:
     got = summarise(rows, slo_of, workers=4)
     measured = [row for row in rows if row.counts]
     ok = [row for row in measured if not row.error]
@@ -93,7 +93,7 @@ def test_counts_and_rates_are_over_the_measured_span(rows: tuple[Row, ...]) -> N
 
 @settings(max_examples=25, deadline=None)
 @given(runs())
-def test_what_the_server_did_not_say_is_unknown_and_not_zero(rows: tuple[Row, ...]) -> None:
+def test_what_the_server_did_not_say_is_unknown_and_not_zero(rows: tuple[BenchRow, ...]) -> None:
     got = summarise(rows, slo_of)
     ok = [row for row in rows if row.counts and not row.error]
     kv = [row.served.kv_bytes for row in ok if row.served.kv_bytes is not None]
@@ -106,7 +106,7 @@ def test_what_the_server_did_not_say_is_unknown_and_not_zero(rows: tuple[Row, ..
 
 @settings(max_examples=25, deadline=None)
 @given(runs(most=4))
-def test_any_summary_can_be_drawn(rows: tuple[Row, ...]) -> None:
+def test_any_summary_can_be_drawn(rows: tuple[BenchRow, ...]) -> None:
     console = Console(record=True, file=io.StringIO(), width=120)
     console.print(summary_table(summarise(rows, slo_of)))
 

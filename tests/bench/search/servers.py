@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.bench.layout import Layout
-from pdserve.bench.search.actions import Run, Stop
+from pdserve.bench.search.actions import RunAction, StopAction
 from pdserve.bench.search.goodput import GoodputSearch
 from pdserve.bench.search.result import Figures, Point
 from pdserve.bench.search.settings import SearchSettings
@@ -109,7 +109,7 @@ class Bench:
     offered_per_s: float = math.inf
     """The highest rate that the generator can send."""
 
-    def measure(self, run: Run, points: list[Point]) -> Point:
+    def measure(self, run: RunAction, points: list[Point]) -> Point:
         """Return the point of a run."""
         trial = Trial(self.settings.trial(run.rate_per_s, run.min_yes_s, run.max_s))
         took_s = run_trial(self.servers(run.layout), trial, hash((self.seed, len(points))) % 2**32)
@@ -121,14 +121,14 @@ class Bench:
             trial.decision is Decision.OVERLOADED,
         )  # fmt: skip
 
-    def search(self, budget_s: float = math.inf, points: list[Point] | None = None) -> tuple[list[Point], Stop]:
+    def search(self, budget_s: float = math.inf, points: list[Point] | None = None) -> tuple[list[Point], StopAction]:
         """Run a search to its end, and return its points and why it ended."""
         search = GoodputSearch(self.settings)
         points = [] if points is None else points
         while len(points) < 400:
             shaped = points[-1].layout if points else None
             action = search.next(points, budget_s - self.spent_s, self.reshape_s, shaped)
-            if isinstance(action, Stop):
+            if isinstance(action, StopAction):
                 return points, action
             points.append(self.measure(action, points))
         raise AssertionError(f"the search does not end: {points[-8:]}")

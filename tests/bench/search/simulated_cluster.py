@@ -6,14 +6,14 @@ import random
 from dataclasses import dataclass, replace
 
 from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.actions import Run
+from pdserve.bench.search.actions import RunAction
 from pdserve.bench.search.result import Figures, Point
 from pdserve.bench.search.settings import SearchSettings
 from pdserve.bench.search.trial import Decision, Trial
-from sim.perf.cluster import Cluster, ClusterSpec, run_cluster
+from sim.perf.cluster import ClusterSpec, PerfCluster, run_cluster
 from sim.perf.costs import OPT_13B_A100
 from sim.perf.traces import TraceRequest
-from sim.perf.workers import WorkerShape
+from sim.perf.workers import PerfWorkerShape
 from tests.bench.search.servers import NO_FIGURES
 
 PROMPT, OUTPUT = 768, 64
@@ -40,7 +40,7 @@ def trace(rate_per_s: float, duration_s: float, seed: int) -> list[TraceRequest]
 
 def spec_of(layout: Layout) -> ClusterSpec:
     """Return the simulated cluster of a layout."""
-    shape = WorkerShape(OPT_13B_A100, layout.max_num_seqs, layout.chunk_tokens, max_model_len=4096)
+    shape = PerfWorkerShape(OPT_13B_A100, layout.max_num_seqs, layout.chunk_tokens, max_model_len=4096)
     return ClusterSpec([shape] * layout.prefill, [shape] * layout.decode, max_tokens=OUTPUT * 3 // 2, prefix_caching=False)
 
 
@@ -55,7 +55,7 @@ def run(layout: Layout, requests: list[TraceRequest], trial: Trial) -> float:
         if trial.end(int(served.request_id[1:]), served.ended_s, good) is not None:
             raise _Decided
 
-    cluster = Cluster(spec_of(layout), requests, judge)
+    cluster = PerfCluster(spec_of(layout), requests, judge)
     try:
         run_cluster(cluster)
     except _Decided:
@@ -67,7 +67,7 @@ def run(layout: Layout, requests: list[TraceRequest], trial: Trial) -> float:
 def attainment(layout: Layout, rate_per_s: float, duration_s: float = 200.0) -> float:
     """Return the share of good requests in a long run that nothing ends early."""
     requests = trace(rate_per_s, duration_s, 12345)
-    cluster = Cluster(spec_of(layout), requests)
+    cluster = PerfCluster(spec_of(layout), requests)
     served = [one for one in run_cluster(cluster).served if one.arrived_s > 10.0]
     return sum(not one.error and SLO.met(one.report.ttft_s, one.report.tpot_s) for one in served) / len(served)
 
@@ -79,7 +79,7 @@ class SimulatedCluster:
     settings: SearchSettings
     spent_s: float = 0.0
 
-    def measure(self, action: Run, repeat: int) -> Point:
+    def measure(self, action: RunAction, repeat: int) -> Point:
         """Return the point of a run."""
         trial = Trial(self.settings.trial(action.rate_per_s, action.min_yes_s, action.max_s))
         took_s = run(action.layout, trace(action.rate_per_s, action.max_s, repeat), trial)

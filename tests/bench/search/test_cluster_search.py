@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.search.actions import Run
+from pdserve.bench.search.actions import RunAction
 from pdserve.bench.search.goodput import GoodputSearch
 from pdserve.bench.search.result import Point
 from pdserve.bench.search.settings import SearchSettings
@@ -26,7 +26,7 @@ def test_the_search_finds_the_optimum_of_the_grid():
     )
     cluster, search = SimulatedCluster(settings), GoodputSearch(settings)
     points: list[Point] = []
-    while isinstance(action := search.next(points), Run):
+    while isinstance(action := search.next(points), RunAction):
         points.append(cluster.measure(action, len(points)))
         one = points[-1]
         print(one.layout, f"{one.rate_per_s:.2f} {one.attainment:.3f} ({one.low:.3f} {one.high:.3f}) {one.measured_s:.0f} s")

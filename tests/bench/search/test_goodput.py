@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.actions import Run, Stop
+from pdserve.bench.search.actions import RunAction, StopAction
 from pdserve.bench.search.curve import curve_of, falling_fit
 from pdserve.bench.search.goodput import GoodputSearch
 from pdserve.bench.search.result import Point
@@ -101,7 +101,7 @@ def test_a_resumed_search_ends_as_an_uninterrupted_one():
     points, stop = bench.search()
     for cut in range(0, len(points), 5):
         action = GoodputSearch(bench.settings).next(points[:cut])
-        assert isinstance(action, Run)
+        assert isinstance(action, RunAction)
         assert (action.layout, action.rate_per_s) == (points[cut].layout, points[cut].rate_per_s)
     assert GoodputSearch(bench.settings).next(points) == stop
 
@@ -130,7 +130,7 @@ def test_a_baseline_that_noise_keeps_open_leaves_the_other_family_its_share():
     points = [Point(base, 5.0, 100, 90, 0.8, 0.95, 60.0, NO_FIGURES) for _ in range(10)]
     for left_s, disaggregated in ((320.0, False), (280.0, True)):
         action = search.next(points, left_s)
-        assert isinstance(action, Run)
+        assert isinstance(action, RunAction)
         assert action.layout.disaggregated is disaggregated
 
 
@@ -161,7 +161,7 @@ def test_a_generator_that_is_always_late_ends_the_search_with_that_reason():
     settings = split_settings(min_rate_per_s=1.0)
     points, stop = Bench(settings, split_server, offered_per_s=0.0).search()
     assert all(point.refused and point.rate_per_s >= 1.0 for point in points)
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, StopAction)
     assert not stop.complete
     assert "the generator cannot send 1 requests a second" in stop.reason
     assert GoodputSearch(settings).results(points) == ()
@@ -171,7 +171,7 @@ def test_a_leader_without_a_decided_rate_has_no_challengers():
     settings = split_settings(min_rate_per_s=5.0)
     points = [Point(settings.base(0), 5.0 + n, 100, 90, 0.8, 0.95, 1.0, NO_FIGURES) for n in range(settings.max_points)]
     action = GoodputSearch(settings).next(points)
-    assert isinstance(action, Run)
+    assert isinstance(action, RunAction)
     assert action.layout.disaggregated
     assert action.rate_per_s > 0
 
@@ -242,11 +242,11 @@ def test_a_race_begins_only_if_a_new_leader_can_be_settled():
     search = GoodputSearch(replace(settings, chunks=(256, 512), workers=4))
     points = [replace(one, layout=search.settings.base(0)) for one in points]
     enough_s = settings.max_point_s + settings.warm_s + 5.0
-    assert isinstance(search.next(points, enough_s + 1.0), Run)
-    assert isinstance(search.next(points, enough_s - 1.0), Stop)
+    assert isinstance(search.next(points, enough_s + 1.0), RunAction)
+    assert isinstance(search.next(points, enough_s - 1.0), StopAction)
 
 
 def test_a_stop_names_what_is_left():
     action = GoodputSearch(settings_of(MD4)).next([], remaining_s=1.0)
-    assert isinstance(action, Stop)
+    assert isinstance(action, StopAction)
     assert "1 s are left" in action.reason

@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.bench.layout import Layout, Slo
 from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import Answer, Call
-from pdserve.bench.search.actions import Run
+from pdserve.bench.load.target import LoadAnswer, LoadCall
+from pdserve.bench.search.actions import RunAction
 from pdserve.bench.search.executor import carry_out
 from pdserve.bench.search.figures import Busy, Counters, busy_share, histogram
 from pdserve.bench.search.goodput import GoodputSearch
@@ -38,7 +38,7 @@ class QueueTarget:
     free_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     running: int = 0
     options: list[RequestOptions] = field(default_factory=list)
-    calls: list[list[Call]] = field(default_factory=list)
+    calls: list[list[LoadCall]] = field(default_factory=list)
     """The calls of each run."""
 
     def with_options(self, options: RequestOptions) -> QueueTarget:
@@ -46,7 +46,7 @@ class QueueTarget:
         self.calls.append([])
         return self
 
-    async def send(self, call: Call, answer: Answer) -> None:
+    async def send(self, call: LoadCall, answer: LoadAnswer) -> None:
         self.calls[-1].append(call)
         loop = asyncio.get_running_loop()
         place = self.free_s.index(min(self.free_s))
@@ -123,7 +123,7 @@ class Seen:
     kept: list[int] = field(default_factory=list)
     fail_at: int = 1000
 
-    def begins(self, run: Run, points: object, left_s: float) -> None:
+    def begins(self, run: RunAction, points: object, left_s: float) -> None:
         if len(self.kept) >= self.fail_at:
             raise KeyboardInterrupt
 
@@ -244,7 +244,7 @@ def test_layouts_get_the_same_requests_and_no_prompt_comes_twice():
     virtually(parts.measure.probe(2, 5.0), parts.loop, parts.timeline)
     apart = Layout(1, 1, 512, 1)
     for number, (layout, repeat) in enumerate([(ONE, 0), (ONE, 1), (apart, 0)]):
-        virtually(parts.measure.measure(Run(layout, 4.0, 5.0, 10.0), number, repeat), parts.loop, parts.timeline)
+        virtually(parts.measure.measure(RunAction(layout, 4.0, 5.0, 10.0), number, repeat), parts.loop, parts.timeline)
     lengths = [[len(call.prompt) for call in calls][:20] for calls in parts.target.calls]
     assert lengths[1] == lengths[3] != lengths[2]
     prompts = [call.prompt for calls in parts.target.calls for call in calls]
@@ -256,7 +256,7 @@ def test_layouts_get_the_same_requests_and_no_prompt_comes_twice():
 
 def test_a_much_too_high_rate_is_cut_off_after_seconds():
     parts = parts_of()
-    run = Run(ONE, 40.0, 30.0, 200.0)
+    run = RunAction(ONE, 40.0, 30.0, 200.0)
     point = virtually(parts.measure.measure(run, 0, 0), parts.loop, parts.timeline)
     assert point.high < 0.9 or point.overloaded
     assert point.measured_s < 20.0
@@ -272,7 +272,7 @@ def test_later_turns_of_a_session_are_judged_when_they_end():
 
     parts = parts_of()
     parts.measure.workload = Sessions()  # type: ignore[assignment]
-    point = virtually(parts.measure.measure(Run(ONE, 4.0, 10.0, 60.0), 0, 0), parts.loop, parts.timeline)
+    point = virtually(parts.measure.measure(RunAction(ONE, 4.0, 10.0, 60.0), 0, 0), parts.loop, parts.timeline)
     assert point.requests > 60
     assert point.low > 0.9
 

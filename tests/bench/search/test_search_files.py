@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.bench.layout import Layout, Slo
 from pdserve.bench.search.files import SearchFile, check_same, read_result, read_search, write_search
-from pdserve.bench.search.reshape import Home, Target
+from pdserve.bench.search.reshape import Home, WantedShape
 from pdserve.bench.search.result import GoodputResult, LayoutResult, Point
 from pdserve.bench.search.settings import SearchSettings
 from pdserve.core.errors import ConfigError
@@ -23,7 +23,7 @@ POINT = Point(LAYOUT, math.pi, 100, 91, 0.85, 0.95, 12.5, replace(NO_FIGURES, it
 RESULT = GoodputResult(
     SETTINGS.slo, 0.9, {"kind": "random"}, (LayoutResult(LAYOUT, 2.0, 1.9, math.inf, False),), (POINT,), False, {"seed": 3}
 )
-HOME = Home({"decode-0": Target(Role.DECODE, 512, 64)}, {"decode-0": 17}, True)
+HOME = Home({"decode-0": WantedShape(Role.DECODE, 512, 64)}, {"decode-0": 17}, True)
 FILE = SearchFile(SETTINGS, {"workload": "abc", "model": "tiny"}, RESULT, HOME)
 
 

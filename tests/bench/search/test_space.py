@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.search.space import AUTO, Limits, chunks_of, first_chunk, limits_of, splits_of
+from pdserve.bench.search.space import AUTO, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import inference_pb2
 
-LIMITS = Limits(workers=4, chunk_tokens=512, max_num_seqs=64)
+LIMITS = SpaceLimits(workers=4, chunk_tokens=512, max_num_seqs=64)
 
 
 def test_chunks_fit_the_memory_of_the_workers():
     assert chunks_of(AUTO, LIMITS) == (128, 256, 512)
-    assert chunks_of(AUTO, Limits(4, 64, 64)) == (64,)
+    assert chunks_of(AUTO, SpaceLimits(4, 64, 64)) == (64,)
     assert chunks_of("512,64,64", LIMITS) == (64, 512)
     assert first_chunk((128, 256, 1024), LIMITS) == 256
 
@@ -42,6 +42,6 @@ def test_the_smallest_limit_of_all_workers_counts():
     for tokens, seqs in ((2048, 64), (512, 128)):
         worker = state.workers.add()
         worker.hello.max_num_batched_tokens, worker.hello.max_num_seqs = tokens, seqs
-    assert limits_of(state) == Limits(2, 512, 64)
+    assert limits_of(state) == SpaceLimits(2, 512, 64)
     with pytest.raises(ConfigError, match="no worker is linked"):
         limits_of(inference_pb2.GetClusterStateResponse())

@@ -13,7 +13,7 @@ from results import META, layout, measured, point, result, usual
 from pdserve.bench.layout import Slo
 from pdserve.bench.search.result import GoodputResult
 from pdserve.bench.verdict import constraint, intervals, words
-from pdserve.bench.verdict.data import Binding, Decision, Estimate, Verdict
+from pdserve.bench.verdict.data import Binding, DecisionData, EstimateData, VerdictData
 from pdserve.bench.verdict.decide import decide
 
 TWO, ONE, OTHER = layout(2, 2), layout(0, 4), layout(1, 3)
@@ -22,20 +22,20 @@ TWO, ONE, OTHER = layout(2, 2), layout(0, 4), layout(1, 3)
 @pytest.mark.parametrize(
     ("two", "one", "decision", "chosen"),
     [
-        ((15, 14.5, 15.5), (10, 9.7, 10.3), Decision.DISAGGREGATE, TWO),
-        ((8, 7.8, 8.2), (10, 9.7, 10.3), Decision.COLOCATE, ONE),
-        ((10.5, 9.5, 11.5), (10, 9.2, 10.8), Decision.UNDECIDED, ONE),
-        ((10.05, 10, 10.1), (10, 9.9, 10.1), Decision.EQUAL, ONE),
-        ((10, 9.5, 10.5), None, Decision.ONE_SIDE, TWO),
-        (None, (10, 9.5, 10.5), Decision.ONE_SIDE, ONE),
-        ((5, 4.8, 5.2), (0, 0, 1), Decision.DISAGGREGATE, TWO),
-        ((5, 4.8, 5.2), (0, 0, 9), Decision.UNDECIDED, ONE),
-        ((0, 0, 1), (5, 4.8, 5.2), Decision.COLOCATE, ONE),
-        ((0, 0, 0), (0, 0, 0), Decision.NOTHING, ONE),
-        ((0, 0, math.inf), (0, 0, 2), Decision.OPEN, ONE),
-        ((12, 11.5, math.inf), (10, 9.7, 10.3), Decision.DISAGGREGATE, TWO),
-        ((12, 11.5, 12.5), (10, 9.7, math.inf), Decision.UNDECIDED, ONE),
-        (None, None, Decision.UNMEASURED, None),
+        ((15, 14.5, 15.5), (10, 9.7, 10.3), DecisionData.DISAGGREGATE, TWO),
+        ((8, 7.8, 8.2), (10, 9.7, 10.3), DecisionData.COLOCATE, ONE),
+        ((10.5, 9.5, 11.5), (10, 9.2, 10.8), DecisionData.UNDECIDED, ONE),
+        ((10.05, 10, 10.1), (10, 9.9, 10.1), DecisionData.EQUAL, ONE),
+        ((10, 9.5, 10.5), None, DecisionData.ONE_SIDE, TWO),
+        (None, (10, 9.5, 10.5), DecisionData.ONE_SIDE, ONE),
+        ((5, 4.8, 5.2), (0, 0, 1), DecisionData.DISAGGREGATE, TWO),
+        ((5, 4.8, 5.2), (0, 0, 9), DecisionData.UNDECIDED, ONE),
+        ((0, 0, 1), (5, 4.8, 5.2), DecisionData.COLOCATE, ONE),
+        ((0, 0, 0), (0, 0, 0), DecisionData.NOTHING, ONE),
+        ((0, 0, math.inf), (0, 0, 2), DecisionData.OPEN, ONE),
+        ((12, 11.5, math.inf), (10, 9.7, 10.3), DecisionData.DISAGGREGATE, TWO),
+        ((12, 11.5, 12.5), (10, 9.7, math.inf), DecisionData.UNDECIDED, ONE),
+        (None, None, DecisionData.UNMEASURED, None),
     ],
 )
 def test_a_case_has_its_decision(two, one, decision, chosen):
@@ -51,21 +51,21 @@ def test_a_layout_that_may_still_be_the_best_keeps_the_answer_open():
     found = decide(
         result(measured(TWO, 12, 11.8, 12.2), measured(ONE, 10, 9.8, 10.2), measured(layout(0, 4, 128), 9, 1, 20, False))
     )
-    assert found.decision is Decision.UNDECIDED
+    assert found.decision is DecisionData.UNDECIDED
 
 
 def test_rates_that_nobody_decided_are_not_said_to_miss_the_targets():
     sides = [measured(at, 0, 0, math.inf, False) for at in (TWO, ONE)]
     found = decide(result(*sides, points=tuple(point(at, 5, 1.0, requests=17) for at in (TWO, ONE)), complete=False))
     said = " ".join([words.headline(found), *words.reasons(found)])
-    assert found.decision is Decision.OPEN
+    assert found.decision is DecisionData.OPEN
     assert "fewer than" not in said
     assert "Expect" not in said
 
 
 def test_refused_points_alone_say_nothing_about_the_targets():
     found = decide(result(points=(point(TWO, 5, 0.0, refused="the generator was late"),), complete=False))
-    assert found.decision is Decision.UNMEASURED
+    assert found.decision is DecisionData.UNMEASURED
     assert "met" not in " ".join(words.reasons(found))
     assert "the generator was late" in " ".join(map(words.doubt, found.doubts))
 
@@ -81,8 +81,8 @@ def test_an_interrupted_search_says_so():
 Ends = st.tuples(*[st.floats(0.01, 100)] * 3).map(sorted)
 
 
-def ordered(decision: Decision) -> int:
-    return {Decision.COLOCATE: -1, Decision.DISAGGREGATE: 1}.get(decision, 0)
+def ordered(decision: DecisionData) -> int:
+    return {DecisionData.COLOCATE: -1, DecisionData.DISAGGREGATE: 1}.get(decision, 0)
 
 
 @given(Ends, Ends, st.floats(1, 3))
@@ -95,7 +95,7 @@ def test_a_better_interval_of_two_pools_never_turns_the_answer_against_them(two,
 
 @given(Ends, Ends)
 def test_the_interval_of_the_ratio_holds_it_and_turns_around_with_it(two, one):
-    above, below = (Estimate(middle, low, high) for low, middle, high in (two, one))
+    above, below = (EstimateData(middle, low, high) for low, middle, high in (two, one))
     there, back = intervals.ratio(above, below), intervals.ratio(below, above)
     assert there.low <= there.value <= there.high
     assert there.low == pytest.approx(1 / back.high)
@@ -129,7 +129,7 @@ def test_a_late_generator_binds_where_no_point_missed():
     assert constraint.find([point(TWO, 8, 0.99)], False, Slo(), 0.9, 128).binding is Binding.UNSEEN
 
 
-def names(found: Verdict) -> set[str]:
+def names(found: VerdictData) -> set[str]:
     return {one.name for one in found.doubts}
 
 
@@ -138,7 +138,7 @@ def altered(**meta: object) -> GoodputResult:
 
 
 @pytest.fixture(scope="module")
-def clean() -> Verdict:
+def clean() -> VerdictData:
     return decide(altered(hardware={"gpu": "an H100"}))
 
 

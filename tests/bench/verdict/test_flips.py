@@ -12,7 +12,7 @@ from results import Machine, figures, layout, point, searched, usual
 
 from pdserve.bench.layout import Slo
 from pdserve.bench.verdict import model, words
-from pdserve.bench.verdict.data import Decision, Estimate, Fit
+from pdserve.bench.verdict.data import DecisionData, EstimateData, Fit
 from pdserve.bench.verdict.decide import decide
 from pdserve.bench.verdict.flips import LEVERS, MOST_FACTOR, crossing, flips, relative
 from pdserve.bench.verdict.model import Scenario
@@ -58,52 +58,52 @@ def test_more_of_a_good_thing_never_lowers_the_goodput_of_the_model(one, other):
         assert model.together(FIT, change(high)) >= model.together(FIT, change(low)) * (1 - 1e-6)
 
 
-@given(st.floats(0.5, 2.0), st.sampled_from([Decision.DISAGGREGATE, Decision.COLOCATE]))
+@given(st.floats(0.5, 2.0), st.sampled_from([DecisionData.DISAGGREGATE, DecisionData.COLOCATE]))
 @settings(max_examples=15)
 def test_a_flip_lies_where_the_ratio_crosses_one(level, to):
-    level = 1 / level if (level > 1) == (to is Decision.DISAGGREGATE) else level
+    level = 1 / level if (level > 1) == (to is DecisionData.DISAGGREGATE) else level
     fitted = replace(FIT, apart_error=1.0, together_error=1.0)
-    decision = Decision.COLOCATE if to is Decision.DISAGGREGATE else Decision.DISAGGREGATE
+    decision = DecisionData.COLOCATE if to is DecisionData.DISAGGREGATE else DecisionData.DISAGGREGATE
     present = relative(fitted, NOW)
-    for flip in flips(fitted, NOW, Estimate(level, level * 0.97, level * 1.03), decision):
+    for flip in flips(fitted, NOW, EstimateData(level, level * 0.97, level * 1.03), decision):
         lever = next(one for one in LEVERS if one.name == flip.lever)
         assert flip.to is to
         assert words.flip(flip)
         if flip.lever == "workers":
             continue
         there = level * relative(fitted, lever.change(NOW, flip.factor)) / present
-        assert there >= 1 if to is Decision.DISAGGREGATE else there <= 1
+        assert there >= 1 if to is DecisionData.DISAGGREGATE else there <= 1
         before = math.exp(math.log(flip.factor) * 0.99)
         here = level * relative(fitted, lever.change(NOW, before)) / present
-        assert here <= 1.03 if to is Decision.DISAGGREGATE else here >= 0.97
+        assert here <= 1.03 if to is DecisionData.DISAGGREGATE else here >= 0.97
 
 
 def test_a_crossing_of_a_known_curve_is_exact_and_ends_at_the_range():
-    assert crossing(lambda f: f, 0.5, Decision.DISAGGREGATE, 1) == pytest.approx(2, rel=1e-3)
-    assert crossing(lambda f: f, 0.5, Decision.DISAGGREGATE, -1) is None
-    assert crossing(lambda f: f, 1 / (MOST_FACTOR + 1), Decision.DISAGGREGATE, 1) is None
-    assert crossing(lambda f: None if f > 1.5 else f, 0.5, Decision.DISAGGREGATE, 1) is None
-    assert crossing(lambda f: f, 0.0, Decision.DISAGGREGATE, 1) is None
-    assert crossing(lambda f: f, math.inf, Decision.COLOCATE, -1) is None
+    assert crossing(lambda f: f, 0.5, DecisionData.DISAGGREGATE, 1) == pytest.approx(2, rel=1e-3)
+    assert crossing(lambda f: f, 0.5, DecisionData.DISAGGREGATE, -1) is None
+    assert crossing(lambda f: f, 1 / (MOST_FACTOR + 1), DecisionData.DISAGGREGATE, 1) is None
+    assert crossing(lambda f: None if f > 1.5 else f, 0.5, DecisionData.DISAGGREGATE, 1) is None
+    assert crossing(lambda f: f, 0.0, DecisionData.DISAGGREGATE, 1) is None
+    assert crossing(lambda f: f, math.inf, DecisionData.COLOCATE, -1) is None
 
 
 def test_a_model_that_is_far_off_estimates_nothing():
-    ratio = Estimate(1.2, 1.1, 1.3)
-    assert flips(replace(FIT, apart_error=3.5), NOW, ratio, Decision.DISAGGREGATE) == ()
-    assert flips(replace(FIT, together_error=None), NOW, ratio, Decision.DISAGGREGATE) == ()
-    assert flips(FIT, NOW, ratio, Decision.DISAGGREGATE) != ()
+    ratio = EstimateData(1.2, 1.1, 1.3)
+    assert flips(replace(FIT, apart_error=3.5), NOW, ratio, DecisionData.DISAGGREGATE) == ()
+    assert flips(replace(FIT, together_error=None), NOW, ratio, DecisionData.DISAGGREGATE) == ()
+    assert flips(FIT, NOW, ratio, DecisionData.DISAGGREGATE) != ()
 
 
 def test_an_open_answer_names_what_would_decide_it():
     found = decide(usual(width=0.3))
-    assert found.decision is Decision.UNDECIDED
-    assert {one.to for one in found.flips} <= {Decision.DISAGGREGATE, Decision.COLOCATE}
+    assert found.decision is DecisionData.UNDECIDED
+    assert {one.to for one in found.flips} <= {DecisionData.DISAGGREGATE, DecisionData.COLOCATE}
     assert all(one.low is None for one in found.flips)
 
 
 def test_a_clear_win_is_farther_from_its_flip_than_a_narrow_one():
     strong = decide(searched(Machine(interference=2.5), [layout(2, 2), layout(0, 4)], Slo(1.0, 0.03)))
     weak = decide(usual())
-    assert strong.decision is weak.decision is Decision.DISAGGREGATE
+    assert strong.decision is weak.decision is DecisionData.DISAGGREGATE
     assert strong.ratio.value > weak.ratio.value
     assert abs(math.log(strong.flips[0].factor)) > abs(math.log(weak.flips[0].factor))

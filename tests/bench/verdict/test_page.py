@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from results import FIGURES, layout, measured, point, result, usual
 
 from pdserve.bench.report.files import Run, write_run
-from pdserve.bench.row import Row, Served
+from pdserve.bench.row import BenchRow, Served
 from pdserve.bench.verdict import html_file, source, units
-from pdserve.bench.verdict.data import Decision, Verdict
+from pdserve.bench.verdict.data import DecisionData, VerdictData
 from pdserve.bench.verdict.decide import decide
 from pdserve.bench.verdict.plots import drawing, picture
 from pdserve.bench.verdict.plots.chart import MOST_ROWS, Material, shown
@@ -30,7 +30,7 @@ from pdserve.core.errors import ConfigError
 
 HOSTILE = '\x07漢<script>alert("1")</script>{{ 7*7 }} $\\frac{1}$ </svg>\x1b[31m ' + "long " * 80
 SERVED = Served(queue_s=0.05, prefill_s=0.2, transfer_s=0.08, exposed_transfer_s=0.01)
-ROW = Row(0, 0.0, 1.0, 1.6, 100, 4, ((1.26, 1), (1.3, 1), (1.4, 1), (1.6, 1)), served=SERVED)
+ROW = BenchRow(0, 0.0, 1.0, 1.6, 100, 4, ((1.26, 1), (1.3, 1), (1.4, 1), (1.6, 1)), served=SERVED)
 CONSTANTS = {"95", "99", "16", "8"}
 """Numbers of fixed sentences: 95 % intervals, p99, the scanned range of changes, 8 bits."""
 FORMATS = (units.number, units.times, units.seconds, units.size, units.tokens, units.percent)
@@ -113,7 +113,7 @@ def numbers(value: object) -> list[float]:
     return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def unsourced(found: Verdict) -> set[str]:
+def unsourced(found: VerdictData) -> set[str]:
     """Return the numbers of the page's texts that no number of the verdict is written as."""
     pattern = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?"
     values = [*numbers(found.to_dict()), float(len(found.candidates)), 0.0]
@@ -220,7 +220,7 @@ def test_the_command_writes_the_page_and_answers_by_its_status(tmp_path):
     assert (done.exit_code, "Disaggregate: two pools serve more" in done.output) == (0, True)
     path.write_bytes(msgspec.json.encode(CASES["undecided"]))
     done = CliRunner().invoke(main, ["bench", "verdict", "--from", str(path), "--json"])
-    assert (done.exit_code, json.loads(done.output)["decision"]) == (3, Decision.UNDECIDED.value)
+    assert (done.exit_code, json.loads(done.output)["decision"]) == (3, DecisionData.UNDECIDED.value)
 
 
 @pytest.mark.parametrize(

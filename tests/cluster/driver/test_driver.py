@@ -18,7 +18,7 @@ from pdserve.cluster.driver import driver
 from pdserve.cluster.driver.driver import RayDriver
 from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.events import Event, RayBack, RayLost, WorkerChanged, WorkerPhase
-from pdserve.cluster.member import State
+from pdserve.cluster.member import MemberState
 from pdserve.config import ClusterConfig
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_next_child_gets_all_workers_with_the_nodes_on_which_they_run(driven
     """(1) The child is killed: that is told, once. (2) Until the next has come, nothing is asked, and the workers stay known.
     (3) The next one launches all that are not gone, each with its node. (4) That is told as well."""
     (driven.folder / "gone").touch()
-    driven.check_until(lambda: driven.ray.members[-1].state is State.GONE)
+    driven.check_until(lambda: driven.ray.members[-1].state is MemberState.GONE)
     (driven.folder / "gone").unlink()
     first = driven.child()
     os.kill(first, 9)

@@ -19,7 +19,7 @@ from pdserve.cluster import plan
 from pdserve.cluster.errors import WorkerDied
 from pdserve.cluster.keeping import keeper as keeper_module
 from pdserve.cluster.keeping.keeper import Keeper
-from pdserve.cluster.keeping.order import Order, running_workers
+from pdserve.cluster.keeping.order import StartOrder, running_workers
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.cluster.record import ClusterRecord, ProcessId, carrying, marked
 from pdserve.config import ClusterConfig
@@ -47,7 +47,7 @@ def planned(folder: Path, *, lasting: str = NAME, address: str = "127.0.0.1:1") 
 
 
 def keeper(made: WorkerPlan) -> Keeper:
-    return Keeper(Order(made, "127.0.0.1", time.time()))
+    return Keeper(StartOrder(made, "127.0.0.1", time.time()))
 
 
 def running() -> dict[str, ProcessId]:
@@ -134,7 +134,7 @@ def test_only_a_lasting_worker_outlives_its_keeper(folder: Path, lasting: str) -
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        pickle.dump(Order(planned(folder, lasting=lasting), "127.0.0.1", time.time()), child.stdin)
+        pickle.dump(StartOrder(planned(folder, lasting=lasting), "127.0.0.1", time.time()), child.stdin)
         child.stdin.close()
         worker = ProcessId.of(int(child.stdout.readline()))
         assert worker is not None

@@ -13,7 +13,7 @@ import pytest
 from pdserve.cluster import plan
 from pdserve.cluster.driver.driver import RayDriver
 from pdserve.cluster.launch import Cluster
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.record import ClusterRecord
 from pdserve.config import ClusterConfig
 
@@ -28,7 +28,7 @@ class LostRay:
         self.lost = lost
         plans = plan.Blueprint(CONFIG, "10.0.0.1:1", "", folder, plan.WORKER_ENTRIES, NAME).plan_all()
         here, there = (dataclasses.replace(each, host=f"10.0.0.{index + 1}") for index, each in enumerate(plans[:2]))
-        self.members = (Member(here, state=State.RUNNING), Member(there, state=State.RUNNING))
+        self.members = (Member(here, state=MemberState.RUNNING), Member(there, state=MemberState.RUNNING))
 
     def stop(self) -> bool:
         return False

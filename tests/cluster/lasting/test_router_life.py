@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from pdserve.cluster.backoff import Backoff
 from pdserve.cluster.router import life
-from pdserve.cluster.router.life import Back, Effect, Kill, Lost, Phase, RouterLife, Seen, Sight, Silence, Start
+from pdserve.cluster.router.life import (
+    Back,
+    Effect,
+    Kill,
+    Lost,
+    RouterLife,
+    RouterPhase,
+    RouterSeen,
+    RouterSilence,
+    RouterStart,
+    Sight,
+)
 
 TICK_S = 0.5
 LONGEST_S = Backoff().longest_s
@@ -37,13 +48,13 @@ class World:
         elif happens == "ready" and self.sight is Sight.STARTS:
             self.sight = Sight.SERVES
         before = self.sight
-        effects = self.machine.look(Seen(self.sight, "status 1" if self.sight is Sight.ENDED else ""), self.now_s)
+        effects = self.machine.look(RouterSeen(self.sight, "status 1" if self.sight is Sight.ENDED else ""), self.now_s)
         for effect in effects:
             if isinstance(effect, Kill):
                 assert before is not Sight.ENDED
-                assert before is not Sight.SERVES or self.machine.phase is Phase.AWAY
+                assert before is not Sight.SERVES or self.machine.phase is RouterPhase.AWAY
                 self.sight = Sight.ENDED if self.kills_work else self.sight
-            elif isinstance(effect, Start):
+            elif isinstance(effect, RouterStart):
                 assert self.sight is Sight.ENDED, "two routers would fight for the ports"
                 self.sight = Sight.STARTS
         self.told += effects
@@ -66,7 +77,7 @@ def test_a_router_is_never_given_up_and_never_doubled(script: list[str]) -> None
     for _ in range(int(LONGEST_S / TICK_S) + 3):
         world.tick("ready")
     assert world.sight is Sight.SERVES
-    assert world.machine.phase is Phase.SERVING
+    assert world.machine.phase is RouterPhase.SERVING
     delays = [effect.delay_s for effect in world.told if isinstance(effect, Lost)]
     assert all(0 < delay <= LONGEST_S for delay in delays)
     outer = [type(effect) for effect in world.told if isinstance(effect, (Lost, Back))]
@@ -87,7 +98,7 @@ def test_a_port_that_stays_taken_is_tried_for_ever_and_told_twice() -> None:
     world.tick("dies")
     while world.now_s < 3600:
         world.tick("dies")
-    assert sum(isinstance(effect, Start) for effect in world.told[-30:]) > 10
+    assert sum(isinstance(effect, RouterStart) for effect in world.told[-30:]) > 10
     assert len([effect for effect in world.told if isinstance(effect, Lost)]) == 2
     while world.sight is not Sight.SERVES:
         world.tick("ready")
@@ -109,11 +120,11 @@ def test_a_process_that_outlives_its_kill_is_killed_again_and_not_doubled() -> N
     for _ in range(20):
         assert world.tick("nothing") == [Kill()]
     world.sight = Sight.ENDED
-    assert world.tick("nothing") == [Start()]
+    assert world.tick("nothing") == [RouterStart()]
 
 
 def test_the_table_is_total() -> None:
-    assert set(life._TABLE) == {(phase, sight) for phase in Phase for sight in Sight}
+    assert set(life._TABLE) == {(phase, sight) for phase in RouterPhase for sight in Sight}
 
 
 ASKED = st.tuples(st.booleans(), st.floats(0.0, 100.0))
@@ -121,7 +132,7 @@ ASKED = st.tuples(st.booleans(), st.floats(0.0, 100.0))
 
 @given(st.lists(ASKED, max_size=60))
 def test_silence_is_three_waits_in_a_row_that_were_really_made(asked: list[tuple[bool, float]]) -> None:
-    silence = Silence()
+    silence = RouterSilence()
     for answered, took_s in asked:
         silence.note(answered=answered, took_s=took_s)
     waited = [answered for answered, took_s in asked if answered or took_s <= silence.limit_s]
@@ -130,7 +141,7 @@ def test_silence_is_three_waits_in_a_row_that_were_really_made(asked: list[tuple
 
 @pytest.mark.parametrize("pause_s", [60.0, 10.0])
 def test_a_supervisor_that_stood_still_accuses_nobody(pause_s: float) -> None:
-    silence = Silence()
+    silence = RouterSilence()
     for _ in range(100):
         silence.note(answered=False, took_s=pause_s)
     assert not silence.lasts

@@ -195,7 +195,7 @@ def test_compiled_tokens_equal_the_torch_samplers_in_a_vocabulary_of_no_round_si
     """The last vector is not full, and many weights are equal."""
     generator = torch.Generator().manual_seed(11)
     wide = torch.randn(3, 512 * 7 - 3, generator=generator).round(decimals=1)
-    shape = library.Shape(vocab=wide.shape[1])
+    shape = library.NativeShape(vocab=wide.shape[1])
     assert shape.vocab % 16
     model = library.load().pdserve_model_new(ctypes.byref(shape), None)
     specs = [SampleSpec(SamplingParams(seed=i, top_p=0.9, logprobs=20), i) for i in range(3)]

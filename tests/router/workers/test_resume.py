@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.core.worker import LINK_VERSIONS
 from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc
-from pdserve.worker.link import Link
+from pdserve.worker.link import RouterLink
 from router.core import events as ev
 from router.workers.link import LinkService
 from router.workers.wire import welcome
@@ -64,7 +64,7 @@ class Ends:
         self.over = asyncio.Event()
         """Set: the worker's process is known to have ended."""
         self.service = LinkService("", self.hear, lambda: True, return_s=WAIT_S, ended=self._ended)
-        self.link: Link
+        self.link: RouterLink
         self.proxy: Proxy
 
     async def _ended(self, address: str) -> None:
@@ -100,7 +100,7 @@ async def linked(link_version: int = LINK_VERSIONS.newest) -> AsyncIterator[Ends
     ends.proxy = Proxy(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     listener = await asyncio.start_server(ends.proxy.carry, "127.0.0.1", 0)
-    ends.link = Link(
+    ends.link = RouterLink(
         f"127.0.0.1:{listener.sockets[0].getsockname()[1]}",
         "",
         lambda: common_pb2.WorkerHello(worker_id="d", role=common_pb2.ROLE_DECODE, address="127.0.0.1:1"),

@@ -25,7 +25,7 @@ from router.api.request import ChatMessage, ChatPrompt, Tool, ToolCall
 from router.openai.request import parse_chat
 from router.openai.responses.events import ResponseWriter
 from router.openai.responses.request import parse_responses
-from router.openai.tool_chunks import Gathered
+from router.openai.tool_chunks import GatheredCall
 from router.service.buffered_generation import BufferedGeneration
 from router.service.chat_text import chat_chars, chat_text
 from router.service.parsed_generation import ParsedGeneration
@@ -56,7 +56,7 @@ async def deltas_of(parser: EventParser, text: str) -> list[Delta]:
 
 def message_of(deltas: list[Delta]) -> dict[str, Any]:
     """Return the message of a chat's whole answer, with the fields that OpenAI's client adds when it sends one back."""
-    gathered = Gathered()
+    gathered = GatheredCall()
     for delta in deltas:
         gathered.add(delta)
     told: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in deltas)}

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.structured.compiler import compile_grammar
 from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE, answer_rule
-from pdserve.structured.state import State
+from pdserve.structured.state import ConstraintState
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.calls.forced import schema_of_calls
 from pdserve.text.calls.grammar import CallRules, grammar_beside_answer, grammar_of_text
@@ -64,7 +64,7 @@ def model(special: bool) -> tuple[Tokenizer, Vocabulary]:
     return tokenizer, Vocabulary(tokenizer, backend.get_vocab_size(), (0,))
 
 
-def grammar(form: str, special: bool, *, single: bool = False, answer: Constraint | None = None) -> State:
+def grammar(form: str, special: bool, *, single: bool = False, answer: Constraint | None = None) -> ConstraintState:
     known = CALL_FORMS[form]
     tokenizer, vocabulary = model(special)
     ids = {text: index for index, text in tokenizer.special_tokens.items() if text in known.marks}
@@ -74,11 +74,11 @@ def grammar(form: str, special: bool, *, single: bool = False, answer: Constrain
         text = grammar_of_text(rules, block, mark, known.opens)
     else:
         text = grammar_beside_answer(rules, block, mark, answer_rule(answer))
-    return State(compile_grammar(vocabulary, Constraint(ConstraintKind.LARK, text)))
+    return ConstraintState(compile_grammar(vocabulary, Constraint(ConstraintKind.LARK, text)))
 
 
-def allows(state: State, text: str, special: bool) -> bool:
-    state = State(state._matcher.deep_copy())
+def allows(state: ConstraintState, text: str, special: bool) -> bool:
+    state = ConstraintState(state._matcher.deep_copy())
     return all(map(state.accept, model(special)[0].encode(text, add_special_tokens=False))) and state.is_accepting
 
 
@@ -132,10 +132,10 @@ def test_what_a_grammar_allows_is_read_as_calls_or_as_the_answer(form: str, spec
     assert calls
 
 
-def walked(state: State, special: bool, random: Random, begin: str) -> str | None:
+def walked(state: ConstraintState, special: bool, random: Random, begin: str) -> str | None:
     """Return a random text that the grammar allows, which begins with `begin`. None: it would be long."""
     tokenizer, _ = model(special)
-    state = State(state._matcher.deep_copy())
+    state = ConstraintState(state._matcher.deep_copy())
     ids = tokenizer.encode(begin, add_special_tokens=False)
     assert all(map(state.accept, ids))
     for _ in range(400):
@@ -172,7 +172,7 @@ def test_required_calls_keep_what_arguments_named_like_keywords_refer_to(own_id:
     arguments = {name: {"$ref": "#/$defs/enum"} for name in names}
     parameters = {"type": "object", "properties": arguments, "$defs": {"enum": {"type": "null"}}, **own_id}
     schema = schema_of_calls({"f": json.dumps(parameters)}, None)
-    state = State(compile_grammar(model(special=False)[1], Constraint(ConstraintKind.JSON_SCHEMA, schema)))
+    state = ConstraintState(compile_grammar(model(special=False)[1], Constraint(ConstraintKind.JSON_SCHEMA, schema)))
     for value, wanted in (("null", True), ("1", False)):
         told = ", ".join(f'"{name}": {value}' for name in names)
         assert allows(state, f'[{{"name": "f", "parameters": {{{told}}}}}]', special=False) == wanted

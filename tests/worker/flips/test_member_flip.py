@@ -18,7 +18,7 @@ from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, VersionRange, Work
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_view import EngineView
 from pdserve.worker.host import Host, KvDamage
-from pdserve.worker.member import DRAIN_LOOK_S, Member
+from pdserve.worker.member import DRAIN_LOOK_S, LinkMember
 from pdserve.worker.messages import Command, EngineSnapshot, SetBudget, StepEvents
 from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from sim.faults.worker import LAYOUT
@@ -70,7 +70,7 @@ class Bench:
         self.view = EngineView(snapshot(), self.commands.append, step_timeout_s=60.0, prefix_caching=True)
         self.role, self.transfer = StubRole(), StubTransfer()
         config = WorkerConfig("w", "router:1", drain_timeout_s=LIMIT_S, flip_obstacle=obstacle)
-        self.member = Member(config, PREFILL, self.view)
+        self.member = LinkMember(config, PREFILL, self.view)
         self.member.start(self._host(config), lambda host: self.role)
         self.ended: asyncio.Task[Any] = self.loop.create_task(self.member.drained())
 

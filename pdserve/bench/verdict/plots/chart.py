@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pdserve.bench.layout import Layout
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.search.result import GoodputResult
-from pdserve.bench.verdict.data import Candidate, Verdict
+from pdserve.bench.verdict.data import CandidateData, VerdictData
 from pdserve.bench.verdict.plots.theme import Theme
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ MOST_ROWS: Final = 12
 class Material:
     """All that charts draw. runs: the rows of runs, by their names, for the tail of the ITL and for one request."""
 
-    verdict: Verdict
+    verdict: VerdictData
     result: GoodputResult
-    runs: dict[str, tuple[Row, ...]] = field(default_factory=dict)
+    runs: dict[str, tuple[BenchRow, ...]] = field(default_factory=dict)
 
 
 Draw: TypeAlias = Callable[["list[Axes]", Material, Theme], None]
@@ -52,7 +52,7 @@ class Chart:
         return self.width >= WIDE_IN
 
 
-def label(one: Candidate) -> str:
+def label(one: CandidateData) -> str:
     """Return the name of a layout with its limits."""
     return f"{one.name}, chunk {one.layout.chunk_tokens}, {one.layout.max_num_seqs} seqs"
 
@@ -72,7 +72,7 @@ def marker(layout: Layout) -> str:
     return "o" if layout.disaggregated else "s"
 
 
-def shown(verdict: Verdict) -> list[Candidate]:
+def shown(verdict: VerdictData) -> list[CandidateData]:
     """Return the layouts that have a row, the best first. The best of both kinds are always among them."""
     keep = [one for one in (verdict.apart, verdict.together) if one is not None]
     rest = [one for one in verdict.candidates if one not in keep]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.bench.search.result import Point
-from pdserve.bench.verdict.data import Candidate
+from pdserve.bench.verdict.data import CandidateData
 from pdserve.bench.verdict.plots.chart import Material, colour, label, marker, short, shown
 from pdserve.bench.verdict.plots.theme import Theme
 from pdserve.bench.verdict.points import SAME_RATE, counted, nearest, of_layout
@@ -34,7 +34,7 @@ def draw_layouts(panels: list[Axes], material: Material, theme: Theme) -> None:
     _draw_attainment(right, rows, material, theme)
 
 
-def _draw_goodput(axes: Axes, place: int, one: Candidate, theme: Theme) -> None:
+def _draw_goodput(axes: Axes, place: int, one: CandidateData, theme: Theme) -> None:
     ink = colour(one.layout, theme)
     value, low, high = one.goodput.value or 0.0, one.goodput.low, one.goodput.high
     axes.plot([low, value if high is None else high], [place, place], color=ink, linewidth=2.4, alpha=0.6)
@@ -44,7 +44,7 @@ def _draw_goodput(axes: Axes, place: int, one: Candidate, theme: Theme) -> None:
         axes.plot([value], [place], ">", color=ink, markersize=9, fillstyle="none", clip_on=False)
 
 
-def _draw_attainment(axes: Axes, rows: list[Candidate], material: Material, theme: Theme) -> None:
+def _draw_attainment(axes: Axes, rows: list[CandidateData], material: Material, theme: Theme) -> None:
     """Draw the attainments at the goodput of the recommended layout. A layout without a point near that rate has none."""
     verdict, valid = material.verdict, counted(material.result)
     rate = verdict.chosen.goodput.value if verdict.chosen else None

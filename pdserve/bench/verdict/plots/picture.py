@@ -26,7 +26,7 @@ CARDS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """One line of text: its size in points, its weight and the name of its colour."""
 
     text: str
@@ -70,44 +70,44 @@ def _rows(found: list[Chart]) -> list[list[Chart]]:
     return sorted(rows, key=lambda row: found.index(row[0]))
 
 
-def _head(texts: dict[str, Any]) -> list[Line]:
-    lines = [Line(texts["headline"], 19, True, texts["tone"]), *_wrapped(texts["trust"], ink="muted"), Line("")]
+def _head(texts: dict[str, Any]) -> list[PlotLine]:
+    lines = [PlotLine(texts["headline"], 19, True, texts["tone"]), *_wrapped(texts["trust"], ink="muted"), PlotLine("")]
     for one in texts["reasons"]:
         lines += _wrapped(one)
     return lines
 
 
-def _foot(texts: dict[str, Any]) -> list[Line]:
+def _foot(texts: dict[str, Any]) -> list[PlotLine]:
     sections = [
         ("The binding constraint", texts["constraint"]),
         ("Changes that alter the answer", texts["flips"]),
         ("How far to trust this", [f"{'! ' if serious else ''}{one}" for serious, one in texts["doubts"]]),
         ("Conditions", [texts["effort"], *(f"{name}: {value}" for name, value in texts["conditions"])]),
     ]
-    lines: list[Line] = []
+    lines: list[PlotLine] = []
     for title, sentences in sections:
         if sentences:
-            lines += [Line(""), Line(title, 12, True)]
+            lines += [PlotLine(""), PlotLine(title, 12, True)]
             for one in sentences:
                 lines += _wrapped(one)
     return lines
 
 
-def _wrapped(text: str, ink: str = "ink") -> list[Line]:
+def _wrapped(text: str, ink: str = "ink") -> list[PlotLine]:
     """Break a text into lines. Characters outside of the font's alphabet become question marks."""
     broken = textwrap.wrap(known(text), COLUMNS, break_long_words=True) or [""]
-    return [Line(one if at == 0 else f"    {one}", ink=ink) for at, one in enumerate(broken)]
+    return [PlotLine(one if at == 0 else f"    {one}", ink=ink) for at, one in enumerate(broken)]
 
 
-def _line_in(line: Line) -> float:
+def _line_in(line: PlotLine) -> float:
     return LINE_IN * max(1.0, line.size / 10.0) if line.text else LINE_IN / 2
 
 
-def _height(lines: list[Line]) -> float:
+def _height(lines: list[PlotLine]) -> float:
     return sum(map(_line_in, lines)) + 2 * MARGIN_IN
 
 
-def _write(part: SubFigure, lines: list[Line], theme: Theme) -> None:
+def _write(part: SubFigure, lines: list[PlotLine], theme: Theme) -> None:
     height = _height(lines)
     at = height - MARGIN_IN
     for line in lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.bench.search.result import Point
-from pdserve.bench.verdict.data import Candidate
+from pdserve.bench.verdict.data import CandidateData
 from pdserve.bench.verdict.plots.chart import Material, below, colour, label, log_limits, log_ticks, marker, wide_range
 from pdserve.bench.verdict.plots.theme import Theme
 from pdserve.bench.verdict.points import counted, of_layout
@@ -40,7 +40,7 @@ def _xy(points: list[Point]) -> tuple[list[float], list[float]]:
     return [one.rate_per_s for one in points], [100 * one.attainment for one in points]
 
 
-def _draw_side(axes: Axes, side: Candidate, points: list[Point], theme: Theme) -> None:
+def _draw_side(axes: Axes, side: CandidateData, points: list[Point], theme: Theme) -> None:
     ink = colour(side.layout, theme)
     x, y = _xy(points)
     down = [max(0.0, 100 * (one.attainment - one.low)) for one in points]

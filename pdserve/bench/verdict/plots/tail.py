@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.search.result import Point
 from pdserve.bench.verdict.plots.chart import Material, below, known, log_limits, log_ticks
 from pdserve.bench.verdict.plots.theme import Theme
@@ -59,7 +59,7 @@ def of_histogram(histogram: Sequence[tuple[float, int]]) -> Curve:
     return [time for time, _ in pairs], [share for _, share in pairs]
 
 
-def of_rows(rows: Sequence[Row]) -> Curve:
+def of_rows(rows: Sequence[BenchRow]) -> Curve:
     """Return the shares of the gaps of all counted rows above each gap, in ms."""
     gaps = sorted(gap for row in rows if row.ok and not row.warm_up for gap in row.gaps_s if gap > 0)
     step = max(1, len(gaps) // MOST_GAPS)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.bench.row import Row
+from pdserve.bench.row import BenchRow
 from pdserve.bench.verdict.plots.chart import Material
 from pdserve.bench.verdict.plots.theme import Theme
 from pdserve.bench.verdict.units import seconds
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class BarPhase:
     """One bar: from `begin_s` to `end_s` since the request was sent. hidden: nothing waits for it."""
 
     name: str
@@ -25,7 +25,7 @@ class Phase:
     hidden: bool = False
 
 
-def typical(rows: Sequence[Row]) -> Row | None:
+def typical(rows: Sequence[BenchRow]) -> BenchRow | None:
     """Return the answered request of median length of time that says most about itself. None: none was answered."""
     answered = [row for row in rows if row.ok and not row.warm_up and len(row.arrivals) > 1]
     told = [row for row in answered if row.served.queue_s is not None and row.served.prefill_s is not None]
@@ -34,7 +34,7 @@ def typical(rows: Sequence[Row]) -> Row | None:
     return found[len(found) // 2] if found else None
 
 
-def phases(row: Row) -> list[Phase]:
+def phases(row: BenchRow) -> list[BarPhase]:
     """Return the phases of a request. What the server did not say is one phase until the first token.
 
     The transfer ends when its exposed part ends, which begins with the first token. The hidden part lies before.
@@ -44,21 +44,21 @@ def phases(row: Row) -> list[Phase]:
     served = row.served
     found = []
     if served.queue_s is None or served.prefill_s is None:
-        found.append(Phase("until the first token", 0.0, first_s))
+        found.append(BarPhase("until the first token", 0.0, first_s))
     else:
         end = min(first_s, served.queue_s)
-        found.append(Phase("queue", 0.0, end))
-        found.append(Phase("prefill", max(end, first_s - served.prefill_s), first_s))
+        found.append(BarPhase("queue", 0.0, end))
+        found.append(BarPhase("prefill", max(end, first_s - served.prefill_s), first_s))
     exposed_s = served.exposed_transfer_s or 0.0
     if served.transfer_s:
         hidden_s = max(0.0, served.transfer_s - exposed_s)
         if hidden_s:
-            found.append(Phase("transfer, hidden", max(0.0, first_s - hidden_s), first_s, hidden=True))
+            found.append(BarPhase("transfer, hidden", max(0.0, first_s - hidden_s), first_s, hidden=True))
         if exposed_s:
-            found.append(Phase("transfer, exposed", first_s, first_s + exposed_s))
+            found.append(BarPhase("transfer, exposed", first_s, first_s + exposed_s))
     last_s = row.arrivals[-1][0] - row.sent_s
     begin = min(first_s + exposed_s, last_s)
-    found.append(Phase("decode", begin, last_s))
+    found.append(BarPhase("decode", begin, last_s))
     return found
 
 
