@@ -26,9 +26,12 @@ import decode_worker.main
 import prefill_worker.main
 from pdserve.config import MIB, EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig
 from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.link import RouterLink
 from router.main import serve
 from router.service.model import ServedModel
+from router.service.service import RouterService
 from router.workers.link import Link
+from router.workers.wire import _work
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 ROOMS: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
@@ -36,7 +39,11 @@ TOKENS: Final = 24
 """The output of the request. The cost of a further token is that of one request of twice as many tokens, less that of this."""
 APART: Final = {"placement": "disaggregated", "ignore_eos": True}
 WAIT_S: Final = 60.0
-FIRST_COMMAND: Final = Link.send.__code__
+WORK: Final = _work.__code__
+SEND: Final = Link.send.__code__
+"""The first command has left the router once work has its wire format and the link is asked to send."""
+PERIODIC: Final = frozenset([RouterService._tick.__code__, RouterLink._send_beat.__code__])
+"""Work that comes by the clock. It would count as the work of the tokens beside which it falls."""
 STEP: Final = EngineThread._step.__code__
 STEP_S: Final = 0.01
 """A step of a real model takes so long. Steps of the tiny one are so short that several tokens would leave together."""
@@ -68,16 +75,25 @@ class Trace:
         self.way: list[str] = []
         """The files of the router's calls until the first command."""
         self.runs = False
-        self._arrives = False
+        self._arrives = self._bound = False
         self._names: dict[CodeType, str] = {}
 
     def hook(self, member: str) -> Callable[[FrameType, str, object], object]:
         """Return the function that counts the calls of one member."""
+        left_out: dict[int, FrameType] = {}  # periodic work under way, by thread
 
         def called(frame: FrameType, event: str, _: object) -> None:
-            if event != "call" or not self.runs:
+            thread = threading.get_ident()
+            if thread in left_out:
+                if event == "return" and left_out[thread] is frame:
+                    del left_out[thread]
                 return
             code = frame.f_code
+            if event != "call" or not self.runs:
+                return
+            if code in PERIODIC:
+                left_out[thread] = frame
+                return
             if (name := self._names.get(code)) is None:
                 name = self._names[code] = _file_of(code)
             if not name:
@@ -87,8 +103,9 @@ class Trace:
             self.calls[member] += 1
             self.files.add(name)
             if member == "router" and self._arrives:
-                self._arrives = code is not FIRST_COMMAND
                 self.way.append(name)
+                self._bound = self._bound or code is WORK
+                self._arrives = not (self._bound and code is SEND)
 
         return called
 
@@ -97,6 +114,7 @@ class Trace:
         self.calls.clear()
         self.files.clear()
         self.way.clear()
+        self._bound = False
         self._arrives = self.runs = True
 
 

@@ -460,6 +460,8 @@ class BlockPools:
 
     def counts(self) -> BlockCounts:
         """Count the blocks of all groups together in each state."""
+        if self._only is not None:
+            return self._only.counts()
         return BlockCounts(*map(sum, zip(*[pool.counts() for pool in self.groups], strict=True)))
 
     def check_invariants(self) -> None:

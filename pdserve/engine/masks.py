@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -24,16 +24,19 @@ class MaskThread:
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
 
-    @contextmanager
-    def computing(self, specs: Sequence[SampleSpec]) -> Iterator[None]:
+    def computing(self, specs: Sequence[SampleSpec]) -> AbstractContextManager[None]:
         """Compute the masks of these samples during the body. They are known, and no thread uses a grammar, after it.
 
         The grammars belong to the engine thread again when the body ends, also with an exception.
         """
-        grammars = [spec.grammar for spec in specs if spec.grammar is not None]
-        if not grammars:
-            yield
-            return
+        grammars = []
+        for spec in specs:
+            if spec.grammar is not None:
+                grammars.append(spec.grammar)  # noqa: PERF401  a comprehension is a call, and this runs in each step
+        return self._computing(grammars) if grammars else nullcontext()
+
+    @contextmanager
+    def _computing(self, grammars: Sequence[GrammarState]) -> Iterator[None]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         computed = self._executor.submit(_compute, grammars)

@@ -51,7 +51,15 @@ def sample(
     `best` and `sample` of `Logits`, or None. Plainly greedy rows need only `best`.
     """
     assert best is None or len(best) == len(specs)
-    others = [i for i, spec in enumerate(specs) if spec is not GREEDY and spec.scored is None and _edits_or_draws(spec)]
+    others: list[int] = []
+    scored: list[int] = []
+    for i, spec in enumerate(specs):
+        if spec is GREEDY:
+            continue
+        if spec.scored is not None:
+            scored.append(i)
+        elif not spec.params.plainly_greedy or spec.banned_ids or spec.grammar is not None:
+            others.append(i)
     if best is None:
         best = best_ids(logits).tolist() if len(others) < len(specs) else [0] * len(specs)
     taken: list[Sampled] = list(zip(best, repeat(None)))
@@ -61,7 +69,8 @@ def sample(
         take = fast or partial(_take_all, logits)
         for i, result in zip(others, take(others, [specs[i] for i in others]), strict=True):
             taken[i] = result
-    scored = [i for i, spec in enumerate(specs) if spec is not GREEDY and spec.scored is not None and best[i] != NO_TOKEN]
+    if scored and NO_TOKEN in best:
+        scored = [i for i in scored if best[i] != NO_TOKEN]
     for start in range(0, len(scored), ROWS_AT_ONCE):
         rows = scored[start : start + ROWS_AT_ONCE]
         for i, result in zip(rows, _score(logits[rows], [specs[i] for i in rows]), strict=True):
@@ -73,10 +82,6 @@ def _score(raw: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
     """Return the prompt token that follows each row, with its log-probabilities. raw: [rows, vocab]."""
     ids = [spec.scored or 0 for spec in specs]
     return list(zip(ids, _logprobs(raw, ids, [spec.params.prompt_logprobs or 0 for spec in specs]), strict=True))
-
-
-def _edits_or_draws(spec: SampleSpec) -> bool:
-    return not spec.params.plainly_greedy or bool(spec.banned_ids) or spec.grammar is not None
 
 
 def best_ids(logits: Tensor) -> Tensor:

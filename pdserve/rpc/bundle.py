@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -75,31 +74,27 @@ class Outbound(Generic[Message]):
         while not self._waiting and not self._again:
             self._some.clear()
             await self._some.wait()
-        return self._next()
-
-    def _next(self) -> Message:
         message = self._again.popleft() if self._again else self._numbered()
         if self._kept is not None:
             message.received = self._incoming.last
         return message
 
     def _numbered(self) -> Message:
-        taken = [self._waiting.popleft() for _ in range(self._count())]
-        message = taken[0] if len(taken) == 1 else type(taken[0])(bundle=[one.SerializeToString() for one in taken])
+        """Take the messages that go now, one of them at least, and number them as one."""
+        message = self._waiting.popleft()
+        if self.bundles and self._waiting:
+            taken, size_bytes = [message], message.ByteSize()
+            while self._waiting and len(taken) < MAX_BUNDLE_MESSAGES:
+                size_bytes += self._waiting[0].ByteSize()
+                if size_bytes > MAX_BUNDLE_BYTES:
+                    break
+                taken.append(self._waiting.popleft())
+            if len(taken) > 1:
+                message = type(message)(bundle=[one.SerializeToString() for one in taken])
         message.number = self._numbers.next()
         if self._kept is not None:
             self._kept.add(message)
         return message
-
-    def _count(self) -> int:
-        """Return how many of the waiting messages go now. The first one always goes."""
-        count, size_bytes = 0, 0
-        for message in islice(self._waiting, MAX_BUNDLE_MESSAGES if self.bundles else 1):
-            size_bytes += message.ByteSize()
-            if count and size_bytes > MAX_BUNDLE_BYTES:
-                break
-            count += 1
-        return count
 
 
 def unbundled(message: Message) -> Sequence[Message]:

@@ -81,18 +81,24 @@ class EngineSteps:
         The plan is empty when there is nothing to compute; `finish` must not follow then.
         """
         self._commands_taken += len(commands)
-        results = [result for command in commands if (result := self._apply(command)) is not None]
-        reserved = tuple([result for result in results if isinstance(result, ReserveResult)])
-        rehashed = tuple([result for result in results if isinstance(result, Rehashed)])
+        reserved, rehashed, lent = [], [], []
+        for command in commands:
+            match self._apply(command):
+                case ReserveResult() as result:
+                    reserved.append(result)
+                case Rehashed() as result:
+                    rehashed.append(result)
         plan = self._plan = self._scheduler.plan()
-        admitted = self._scheduler.take_admitted()
-        lent = tuple([Lent(seq_id, tables, self._sums_of(seq_id, hits), hits) for seq_id, tables, hits in admitted])
+        for seq_id, tables, hits in self._scheduler.take_admitted():
+            lent.append(Lent(seq_id, tables, self._sums_of(seq_id, hits), hits))
+        if plan.slices and not (lent or reserved or rehashed):
+            return plan, None
+        # Lent blocks go out before the computation, so that the reader's handshake does not wait for it.
+        early = StepEvents(lent=tuple(lent), reserved=tuple(reserved), rehashed=tuple(rehashed))
         if not plan.slices:
             self._check()
-            return plan, StepEvents(lent=lent, reserved=reserved, rehashed=rehashed, snapshot=self._snapshot())
-        # Lent blocks go out before the computation, so that the reader's handshake does not wait for it.
-        early = StepEvents(lent=lent, reserved=reserved, rehashed=rehashed)
-        return plan, early if lent or reserved or rehashed else None
+            early = early._replace(snapshot=self._snapshot(self._scheduler.has_work))
+        return plan, early
 
     def finish(self, sampled: list[Sampled], step_s: float = 0.0) -> StepEvents:
         """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` has a token for each sample of
@@ -102,15 +108,16 @@ class EngineSteps:
         self._final = outcome.final
         self._unchecked += 1
         self._numerical_errors += len(outcome.failed)
-        prompt_tokens, drawn, idle = self._scheduler.step_tokens[0], len(outcome.tokens), not self._scheduler.has_work
-        self._counts.add(self._plan, prompt_tokens=prompt_tokens, output_tokens=drawn, step_s=step_s, idle=idle)
+        goes_on = self._scheduler.has_work
+        prompt_tokens, drawn = self._scheduler.step_tokens[0], len(outcome.tokens)
+        self._counts.add(self._plan, prompt_tokens=prompt_tokens, output_tokens=drawn, step_s=step_s, idle=not goes_on)
         return StepEvents(
             advanced=outcome.advanced,
             tokens=outcome.tokens,
             preempted=outcome.preempted,
             failed=outcome.failed,
             grammars_failed=outcome.grammars_failed,
-            snapshot=self._snapshot(),
+            snapshot=self._snapshot(goes_on),
         )
 
     def seal(self) -> StepEvents | None:
@@ -217,7 +224,7 @@ class EngineSteps:
             self._unchecked = 0
             self._scheduler.check_invariants()
 
-    def _snapshot(self) -> EngineSnapshot:
+    def _snapshot(self, has_work: bool) -> EngineSnapshot:
         scheduler, counts = self._scheduler, self._counts
         load = WorkerLoad(
             blocks=self._pool.counts(),
@@ -242,7 +249,7 @@ class EngineSteps:
             experts=counts.experts,
         )
         keys = self._pool.published.take()
-        return EngineSnapshot(load, self._commands_taken, scheduler.has_work, self._last_seq_id, keys)
+        return EngineSnapshot(load, self._commands_taken, has_work, self._last_seq_id, keys)
 
 
 def _lent(seq_id: SeqId) -> Holder:

@@ -43,7 +43,10 @@ class End:
 
     def write(self) -> None:
         if self.outbound._waiting or self.outbound._again:
-            self.under_way.append(self.outbound._next().SerializeToString())
+            try:
+                self.outbound.next().send(None)
+            except StopIteration as written:  # something waits, so it returns without a loop
+                self.under_way.append(written.value.SerializeToString())
 
     def hear(self, other: End) -> None:
         if other.under_way:

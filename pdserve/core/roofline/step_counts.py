@@ -80,9 +80,11 @@ def _flops(flops: StepFlops, plan: StepPlan) -> float:
 def _read_bytes(traffic: StepTraffic, plan: StepPlan) -> float:
     """Return the bytes of a step without prompts. The KV of a sequence is read once, also where it has drafts."""
     starts = list(map(_START, plan.slices[: plan.decodes]))
-    drafted = [one.start + len(one.token_ids) - 1 for one in plan.slices[plan.decodes :]]
-    tokens = len(starts) + sum([len(one.token_ids) for one in plan.slices[plan.decodes :]])
-    return traffic.weights(tokens) + traffic.kv(starts + drafted)
+    tokens = len(starts)
+    for drafted in plan.slices[plan.decodes :]:
+        tokens += len(drafted.token_ids)
+        starts.append(drafted.start + len(drafted.token_ids) - 1)
+    return traffic.weights(tokens) + traffic.kv(starts)
 
 
 def since(load: WorkerLoad, base: WorkerLoad) -> dict[str, Any]:

@@ -52,7 +52,10 @@ class StepTraffic:
 
     def kv(self, starts: Sequence[int]) -> float:
         """Return the bytes of KV to which one token of each sequence attends. `starts` are the positions of these tokens."""
-        return sum([size * attended(starts, window) for window, size in self.token])
+        read = 0.0
+        for window, size in self.token:
+            read += size * attended(starts, window)
+        return read
 
     def decodes(self, starts: Sequence[int]) -> float:
         """Return the bytes that a step reads that computes one token of each sequence."""

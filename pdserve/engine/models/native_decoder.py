@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Final
 
 import torch
@@ -143,10 +144,11 @@ class NativeDecoder:
             group.span_table, group.tables = own.begins.buffer_info()[0], own.ids.buffer_info()[0]
         best = array("i", bytes(4 * len(rows)))
         self._make_room(len(rows))
-        arrays = (tokens, array("i", starts), array("i", map(len, token_ids)), array("i", rows))
+        first, lengths, wanted = array("i", starts), array("i", map(len, token_ids)), array("i", rows)
         step = library.Step(
-            self.threads, self._layers, len(tokens), len(starts), len(rows), *(a.buffer_info()[0] for a in arrays),
-            self._groups_address, self._block_size, self._logits_address, best.buffer_info()[0],
+            self.threads, self._layers, len(tokens), len(starts), len(rows), tokens.buffer_info()[0], first.buffer_info()[0],
+            lengths.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size, self._logits_address,
+            best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
@@ -335,8 +337,9 @@ class _GroupTables:
     __slots__ = ("begins", "ids")
 
     def __init__(self, group: int, tables: Tables, packed: tuple[tuple[bytes, ...], ...]) -> None:
-        own = [all_groups[group] for all_groups in tables]
-        parts = [all_groups[group] for all_groups in packed] if all(packed) else map(_packed, own)
+        of_group = itemgetter(group)
+        own = list(map(of_group, tables))
+        parts = map(of_group, packed) if all(packed) else map(_packed, own)
         self.ids = array("i", b"".join(parts))
         self.begins = array("q", accumulate(map(len, own), initial=0))
 

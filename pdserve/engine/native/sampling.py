@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from itertools import repeat
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class PackedRows:
 
     def taken(self) -> list[Sampled]:
         """Return the token of each row, in order. Call it after the compiled call has returned."""
-        taken: list[Sampled] = [(token_id, None) for token_id in self._ids]
+        taken: list[Sampled] = list(zip(self._ids, repeat(None)))
         for i, logprobs, top_ids in self._wanted:
             if self._ids[i] == NO_TOKEN:
                 continue

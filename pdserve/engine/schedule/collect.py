@@ -75,8 +75,11 @@ class Collector:
                 self._forget(seq, _E.COLLECTED)
             else:
                 self._append_run(seq, run, tokens, failed)
-        advanced, final = self._chunks(sequences[decodes + len(drafts) :], drawn, tokens, failed)
+        chunks = sequences[decodes + len(drafts) :]
+        advanced, final = self._chunks(chunks, drawn, tokens, failed) if chunks else ((), ())
         assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
+        if not failed:
+            return StepOutcome(tuple(tokens), advanced, preempted, (), (), final)
         return StepOutcome(tuple(tokens), advanced, preempted, *_reasons(failed), final)
 
     def _chunks(
@@ -174,8 +177,6 @@ def _scored(seq: Sequence, drawn: Iterator[Sampled]) -> bool:
 
 def _reasons(failed: Many[Sequence]) -> tuple[tuple[SeqId, ...], tuple[tuple[SeqId, str], ...]]:
     """Return the sequences without finite logits, and those whose grammar has failed, with the reason."""
-    if not failed:
-        return (), ()
     grammars = [(seq.seq_id, seq.grammar.failure) for seq in failed if seq.grammar is not None and seq.grammar.failure]
     ids = {seq_id for seq_id, _ in grammars}
     return tuple([seq.seq_id for seq in failed if seq.seq_id not in ids]), tuple(grammars)

@@ -222,12 +222,16 @@ class Scheduler:
         if taken:
             step.sort(key=lambda seq: seq.seq_id in taken)
         decodes = len(step) - len(taken)
-        slices = [seq.last_slice() for seq in step[:decodes]]
-        slices += [seq.drafted_slice(taken[seq.seq_id]) for seq in step[decodes:]]
-        step += [seq for seq, _ in chunks]
-        slices += [seq.next_slice(count) for seq, count in chunks]
-        chunk_tokens = sum([count for _, count in chunks])
-        self.step_tokens = (chunk_tokens, decodes + sum([1 + len(drafted) for drafted in taken.values()]))
+        decode_tokens, chunk_tokens = decodes, 0
+        slices = list(map(Sequence.last_slice, step[:decodes]))
+        for seq in step[decodes:]:
+            slices.append(seq.drafted_slice(taken[seq.seq_id]))
+            decode_tokens += 1 + len(taken[seq.seq_id])
+        for seq, count in chunks:
+            step.append(seq)
+            slices.append(seq.next_slice(count))
+            chunk_tokens += count
+        self.step_tokens = (chunk_tokens, decode_tokens)
         self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
         return StepPlan(tuple(slices), decodes)
 
@@ -296,7 +300,7 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens of prompts and of preempted sequences that must be computed before these sequences can decode."""
-        return self._waiting_tokens + sum(s.remaining for s in self._prefilling)
+        return self._waiting_tokens + (sum([seq.remaining for seq in self._prefilling]) if self._prefilling else 0)
 
     @property
     def has_work(self) -> bool:
@@ -346,8 +350,8 @@ class Scheduler:
         """
         size = self._block_size
         self._room.complete(self._decoding)
-        for seq in [s for s in self._decoding if len(s.tokens) > s.num_blocks * size]:
-            if seq.state is _S.DECODING:  # otherwise it has just been preempted for an older one
+        for seq in list(self._decoding):
+            if len(seq.tokens) > seq.num_blocks * size and seq.state is _S.DECODING:  # not just preempted for an older one
                 self._grow(seq)
         return list(self._decoding)
 
@@ -412,6 +416,8 @@ class Scheduler:
         `unit`: what is left of the budget is not used where it would cut a unit of a further prompt.
         """
         chunks: list[tuple[Sequence, int]] = []
+        if not self._prefilling and not self._waiting:
+            return chunks
         running = list(self._prefilling)
         before = running and self._waiting and self._waiting[0].rank < running[0].rank
         held = overtaken(running, self._waiting[0] if before else None)
