@@ -87,6 +87,13 @@ def test_each_link_leads_somewhere():
     assert lost == []
 
 
+def test_each_design_note_is_in_the_index():
+    folder = ROOT / "docs/design"
+    notes = sorted(page.name for page in folder.glob("*.md") if page.name != "README.md")
+    first_cells = [line.split("|")[1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| [")]
+    assert sorted(target for cell in first_cells for target in links_of(cell)) == notes
+
+
 def test_each_rule_is_a_question_an_answer_and_a_place():
     rows = rows_of(WHERE)
     assert len(rows) >= 20
