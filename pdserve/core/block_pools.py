@@ -208,7 +208,7 @@ class WindowPool(BlockPool):
         return min(blocks, self._layout.least_promise)
 
     def _promise(self, holder: Holder) -> None:
-        """Promise the holder what it does not hold of its most."""
+        """Promise the holder as many blocks as it may still take: the most that it may hold, less those that it holds."""
         gap = self._gaps[holder]
         held = gap.begin - max(gap.first, min(gap.begin, self._dead.get(holder, 0)))
         promised = min(max(0, gap.most - held), gap.end - gap.begin)
