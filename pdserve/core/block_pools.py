@@ -21,8 +21,8 @@ from pdserve.core.kv_layout import KvGroup, Shortage
 from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
-"""The blocks of a holder in each group, in prompt order. The groups come first. A dead block is `NULL_BLOCK`, and so is
-one that is not taken yet."""
+"""The blocks of a holder in each group, in prompt order. The groups come first. The entry of a dead block is `NULL_BLOCK`, and
+so is the entry of a block that is not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def corrected(
 ) -> Corrections:
     """Return the corrections after an interval.
 
-    pools: prefill and decode. request_s: the time of a request; one that began before a worker came ends so much later.
+    pools: prefill and decode. request_s: the time of a request; a request that began before a worker came ends so much later.
     """
     if targets.ttft_s is None and targets.tpot_s is None:
         return state

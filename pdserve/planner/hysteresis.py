@@ -1,4 +1,4 @@
-"""The moment of a change: a pool that is too small grows at once, and one that is too large shrinks after a delay.
+"""The moment of a change: a pool that is too small grows at once, and a pool that is too large shrinks after a delay.
 
 A pool of n workers stays as it is while the need is between (n - 1) / (1 + tolerance) and n * (1 + tolerance). Above, it grows
 to the need. Below, it shrinks to the largest need of `downscale_delay_s`. A worker that the other pool needs goes to it sooner,
