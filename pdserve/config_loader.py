@@ -15,7 +15,7 @@ import yaml
 from pdserve.core.errors import ConfigError
 
 _SUCCESSORS: Final = {"max_restarts": "max_restarts_per_hour (it was a total over the worker's life)"}
-"""Each removed setting and the one that replaces it."""
+"""Each removed setting, and the setting that replaces it."""
 
 Config = TypeVar("Config")
 

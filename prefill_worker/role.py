@@ -6,7 +6,7 @@ Prefill -> engine allocates every prompt block -> grant a lease -> PrefillStarte
         -> checksums of the blocks that a chunk has completed follow the chunk; a Commit waits for the last ones
         -> Commit | Release | Cancel | expiry: the lease's references go back to the engine
 ```
-The lease always ends before its blocks are freed, so a reader that is told OK has read the KV that prefill wrote.
+The lease always ends before its blocks are freed, so a reader that gets the answer OK has read the KV that prefill wrote.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class PrefillRole:
 
     def _fail(self, request: LentRequest, error: PdserveError) -> None:
         """Tell the router of a request that has failed here. A lease waits for the router's Cancel, its reader or its expiry.
-        If it ended at once, its reader could tell the router that the lease has gone before this worker has told why.
+        If the lease ended at once, its reader could report it as gone before this worker has reported why.
 
         The blocks of a request carry a lease's references since the step that admitted it. If no lease was granted, they are
         returned now."""

@@ -73,7 +73,7 @@ class CmaTransport:
         return self._metadata
 
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Remember the process of a peer. Raises `TransferFailed` for a process of another machine and for one that has
+        """Remember the process of a peer. Raises `TransferFailed` for a process of another machine and for a process that has
         ended."""
         peer = _parse(metadata)
         name = f"peer {incarnation:016x}"

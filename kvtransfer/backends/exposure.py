@@ -131,8 +131,8 @@ def _carrying(addresses: Collection[Address], interfaces: Interfaces) -> list[st
 
 
 def _only_loopback(devices: str, interfaces: Interfaces) -> bool:
-    """Tell whether a value of UCX_NET_DEVICES names only loopback. The value "all", or one that begins with ^ and names the
-    interfaces to leave out, does not."""
+    """Tell whether a value of UCX_NET_DEVICES names only loopback. The value "all" does not, and neither does a value that
+    begins with ^ and names the interfaces to leave out."""
     return all(_is_loopback(interfaces.get(name.strip(), ())) for name in devices.split(","))
 
 

@@ -45,7 +45,7 @@ def deadline_of(request: inference_pb2.GenerateRequest) -> float | None:
 
 
 def read(message: inference_pb2.GenerateResponse) -> Delta:
-    """Read a message of an answer. Raises `InternalBug` for one that makes no sense."""
+    """Read a message of an answer. Raises `InternalBug` for a message that makes no sense."""
     try:
         return delta_of(message)
     except (ValueError, KeyError) as exc:

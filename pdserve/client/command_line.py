@@ -177,7 +177,7 @@ class AdminClient(_Client):
         """Let each step of these workers, or of all workers of a role, have at most `tokens` tokens, and at most `max_num_seqs`
         of their sequences run. 0: the limit stays as it is, but not both.
 
-        `worker_ids` empty: those of `role`. Return the workers that were told. Raises `CallFailed`.
+        `worker_ids` empty: those of `role`. Return the workers that got the budget. Raises `CallFailed`.
         """
         request = admin_pb2.SetBudgetRequest(
             worker_ids=worker_ids, role=role, max_num_batched_tokens=tokens, max_num_seqs=max_num_seqs

@@ -117,7 +117,7 @@ class OwnCluster:
         return " ".join(self._text().split())[-MOST_CHARS:] or "it printed nothing"
 
     def _stop(self) -> None:
-        """End the child: by one signal, then by a second one that ends it at once, then by force."""
+        """End the child: first by a signal, then by a second signal that ends it at once, then by force."""
         child, self._child = self._child, None
         try:
             if child is None:

@@ -110,7 +110,7 @@ class RequestOutput:
 
 
 def delta_of(wire: inference_pb2.GenerateResponse) -> Delta:
-    """Read a message of an answer. Raises ValueError or KeyError for one that another version wrote and that has no sense."""
+    """Read a message of an answer. Raises ValueError or KeyError for a message of another version that makes no sense here."""
     ended = bool(wire.finish_reason)
     return Delta(
         choice=wire.choice,

@@ -184,7 +184,7 @@ def ignore(_event: Event) -> None:
 
 
 def tell(listener: Listener, event: Event) -> None:
-    """Call the listener. One that fails ends nothing: the cluster serves others than those who watch it."""
+    """Call the listener. A listener that fails ends nothing, because the cluster also serves those who do not watch it."""
     try:
         listener(event)
     except Exception:

@@ -169,7 +169,7 @@ def starting(running: Mapping[str, str], sizes: PoolSizes) -> dict[str, str]:
     """Return the role of each worker, by its id, with which a cluster starts. sizes: those that are wanted.
 
     All workers that run already (`running`: id to role) are among them, also where a pool has too many, which then drain in
-    order. Missing ones get the lowest ids that are free. Those of the prefill pool come first.
+    order. Missing workers get the lowest free ids, those of the prefill pool first.
     """
     workers: dict[str, str] = {}
     for role, size in ((PREFILL, sizes.prefill), (DECODE, sizes.decode)):

@@ -131,8 +131,8 @@ class WorkerPool:
     def _nodes_of(self, asked: Sequence[Member]) -> list[str | None]:
         """Return a node id for each worker, or None to let Ray choose.
 
-        A node is chosen here for a worker whose process may run there still, because only its keeper died, and for one that
-        asks for no resources, which Ray would put anywhere.
+        A node is chosen here for a worker whose process may run there still, because only its keeper died, and for a worker
+        that asks for no resources, which Ray would put anywhere.
         """
         view = self._look() if self._look is not None else None
         if view is None:

@@ -1,8 +1,8 @@
 """The record of a lasting cluster on this machine, by which the next `pdserve up` finds what an earlier one left running.
 
 It is a folder of files, one for each fact, so that each has one writer: `workers/ID.json` belongs to whoever keeps that worker,
-all others to the `pdserve up` that holds the lock. A file is written whole or not at all, and one that cannot be read counts as
-absent: the processes that it named are still found by the mark in their environment.
+all others to the `pdserve up` that holds the lock. A file is written whole or not at all, and a file that cannot be read counts
+as absent: the processes that it named are still found by the mark in their environment.
 
 The folder lies under the temporary folder. The folder of XDG_RUNTIME_DIR is none: it goes when its user logs out, and a cluster
 that was started in the background does not. Machines remove from a temporary folder what nobody has touched for days, so the
@@ -121,7 +121,8 @@ class RouterFacts:
 
 @dataclass(frozen=True, slots=True)
 class SizeFacts:
-    """The sizes of the pools that operators ordered, and the configured ones that held then: other ones replace the orders."""
+    """The sizes of the pools that operators ordered, and the sizes that the settings had then. Settings with other sizes
+    replace the orders."""
 
     configured_prefill: int
     configured_decode: int

@@ -221,7 +221,7 @@ class RouterProcess:
         self.forget()
 
     def forget(self) -> None:
-        """Know the router no more. One that runs goes on if it is a lasting one. Idempotent."""
+        """Know the router no more. A lasting router that runs goes on. Idempotent."""
         child, self._child, self.process = self._child, None, None
         if child is not None and child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):

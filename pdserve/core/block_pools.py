@@ -21,8 +21,8 @@ from pdserve.core.kv_layout import KvGroup, Shortage
 from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
-"""The blocks of a holder in each group, in prompt order. The groups come first. A dead block is `NULL_BLOCK`, and so is
-one that is not taken yet."""
+"""The blocks of a holder in each group, in prompt order. The groups come first. The entry of a dead block is `NULL_BLOCK`, and
+so is the entry of a block that is not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class WindowPool(BlockPool):
         return min(blocks, self._layout.least_promise)
 
     def _promise(self, holder: Holder) -> None:
-        """Promise the holder what it does not hold of its most."""
+        """Promise the holder as many blocks as it may still take: the most that it may hold, less those that it holds."""
         gap = self._gaps[holder]
         held = gap.begin - max(gap.first, min(gap.begin, self._dead.get(holder, 0)))
         promised = min(max(0, gap.most - held), gap.end - gap.begin)

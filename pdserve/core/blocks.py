@@ -222,8 +222,9 @@ class BlockPool:
     def free_behind(self, holder: Holder, dead: int) -> bool:
         """Drop the holder's references on its first `dead` blocks, which become null entries. Return True if there were any.
 
-        A published block without another holder becomes cached, any other one free. Raises `InternalBug` when the holder is
-        not a sequence: reads of a peer, or into this pool, may still touch the blocks of the others.
+        A published block without another holder becomes cached. Any other block without a holder becomes free. Raises
+        `InternalBug` when the holder is not a sequence: reads of a peer, or into this pool, may still touch the blocks of the
+        others.
         """
         blocks, before = self._require(holder), self._dead.get(holder, 0)
         if dead <= before:
@@ -241,9 +242,9 @@ class BlockPool:
         """Allow others to share the holder's block at `position`, also after all its holders have dropped it. Nothing happens
         when the entry is null.
 
-        The caller promises that the block is full and that no step or read writes it any more. When two blocks have the
-        same content, only the first one is found. Raises `InternalBug` when the holder is not a sequence, or when the block
-        has another hash already.
+        The caller promises that the block is full and that no step or read writes it any more. When two blocks have the same
+        content, only the first block is found. Raises `InternalBug` when the holder is not a sequence, or when the block has
+        another hash already.
         """
         if holder.kind is not HolderKind.SEQUENCE:
             raise InternalBug(f"{holder} does not own its blocks and cannot publish them")

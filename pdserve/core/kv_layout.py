@@ -241,7 +241,8 @@ class KvSpec:
     def split(self, memory_bytes: int, most: Sequence[int | None] = ()) -> tuple[int, ...]:
         """Return the number of blocks of each group in `memory_bytes`: as many in all groups, but nowhere more than `most`.
 
-        What groups with a limit leave goes to the others. Nobody could use it if all groups had a limit, so there is none then.
+        Groups without a limit get the memory that groups with a limit leave. If all groups have a limit, no limit counts,
+        because nobody could use the rest.
         """
         limits = most if any(limit is None for limit in most) else (None,) * len(self.groups)
 

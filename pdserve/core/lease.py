@@ -403,7 +403,8 @@ class LeaseTable:
         self._earliest_s = min((lease.expires_s for lease in self._held.values()), default=math.inf)
 
     def _move(self, lease: Lease, event: LeaseEvent) -> CommitAnswer:
-        """Change the lease's state as the table says, and return the answer. Put a lease that leaves HELD to the ended ones."""
+        """Change the lease's state as the table says, and return the answer. Move a lease that leaves HELD to the ended
+        leases."""
         before = lease.state
         answer = lease.move(event)
         if lease.state is not before:

@@ -29,8 +29,9 @@ TOLD_AT_ONCE: Final = 512
 class PrefixDelta:
     """The changes of the set of keys that one worker holds, since the last delta on the same link.
 
-    `number` counts the deltas of a link from 1. `digest` is the exclusive or of all keys that the link has been told after this
-    delta. With `full`, what was told before is replaced by `added`; the next deltas have the rest of a large pool.
+    `number` counts the deltas of a link from 1. `digest` is the exclusive or of all keys that the worker has reported on this
+    link, this delta included. With `full`, `added` replaces all that was sent before; the next deltas have the rest of a large
+    pool.
     """
 
     number: int

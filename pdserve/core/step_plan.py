@@ -107,7 +107,7 @@ NO_DRAFTS: Final[Drafts] = MappingProxyType({})
 
 
 def accept(drafts: tuple[int, ...], drawn: Sequence[Sampled]) -> Sequence[Sampled]:
-    """Return the drawn tokens that count: all up to the first one that differs from its draft, and this one.
+    """Return the drawn tokens that count: all up to the first token that differs from its draft, this token included.
 
     drafts: the guesses that a slice computed after its last known token. drawn: len(drafts) + 1 tokens, one for the last known
     token and one for each draft. drawn[i] is the true token after the known tokens only if all drafts before it were right.

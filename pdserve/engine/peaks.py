@@ -69,7 +69,7 @@ def _of_gpu(name: str, dtype: torch.dtype) -> Peaks:
 def _products(dtype: torch.dtype) -> float:
     """Return the operations a second of a product in `dtype`: those of one thread, times the worker's threads.
 
-    All threads together would wait for the one that other work on the machine slows down.
+    If all threads were timed together, they would wait for the thread that other work on the machine slows down.
     """
     ones = torch.ones(WIDTH, WIDTH, dtype=dtype)
     threads = torch.get_num_threads()

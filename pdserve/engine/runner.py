@@ -278,7 +278,7 @@ class ModelRunner:
     def take_memory(self, plan: StepPlan) -> None:
         """Take the memory that a plan's step needs, and keep it where the backend does. The step computes meaningless KV.
 
-        Compiled code takes the memory of all layers before it computes the first one, so it stops after that one.
+        Compiled code takes the memory of all layers before it computes the first layer, so it stops after this layer.
         """
         with self._model.first_layer_alone() if isinstance(self._model, native.NativeDecoder) else nullcontext():
             self.execute(plan)

@@ -31,7 +31,7 @@ class Way:
 
 
 def ways_of(spec: ModelSpec, *, device: torch.device | None = None, dtype: str = "bfloat16", kv_dtype: str = "") -> list[Way]:
-    """Return all ways, the one that an engine prefers first.
+    """Return all ways, the preferred way of an engine first.
 
     device: the device of the engine; None asks only what is computed at all, each way on a device of its own. dtype,
     kv_dtype: names of a `KvGroup`; empty: the same as `dtype`.

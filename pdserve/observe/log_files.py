@@ -37,7 +37,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def open_log(path: Path) -> FileIO:
-    """Open the file for appending, as one that a process will have as its standard error. It is emptied first if it is large.
+    """Open the file for appending. It becomes the standard error of a process. It is emptied first if it is large.
 
     Raises `OSError` when it cannot be made.
     """
@@ -55,7 +55,7 @@ def _own_folder() -> Path:
 
 
 def _make_own(folder: Path) -> None:
-    """Make a folder of this user alone. In one that another user made, a log could be a link to any file of ours."""
+    """Make a folder of this user alone. In a folder that another user made, a log could be a link to any file of ours."""
     folder.mkdir(0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

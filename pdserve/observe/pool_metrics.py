@@ -28,7 +28,7 @@ COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
 """What workers count from their start: name, explanation, value."""
 
 KEPT_AWAY: Final = 4096
-"""So many workers that are not linked are remembered, with 0.3 KiB each. One that was forgotten counts from 0 if it returns."""
+"""So many workers that are not linked are remembered, with 0.3 KiB each. A forgotten worker counts from 0 if it returns."""
 
 Reduce = Callable[[Iterable[float]], float]
 _GAUGES: Final[tuple[tuple[str, str, Reduce, Callable[[WorkerSnapshot], float]], ...]] = (

@@ -5,7 +5,7 @@ of the pool grows. While workers are on their way, they say that these came too 
 has seen within the last day, as long as another one of them would make more requests of the day miss than may.
 
 The margin follows the rule of adaptive conformal inference (Gibbs and Candes, 2021): each miss raises it, and each request
-lowers it by the share that may miss. So it comes to rest where the share that misses is the one that may, for any load.
+lowers it by the share that may miss. So it comes to rest, for any load, where as many requests miss as may miss.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def corrected(
 ) -> Corrections:
     """Return the corrections after an interval.
 
-    pools: prefill and decode. request_s: the time of a request; one that began before a worker came ends so much later.
+    pools: prefill and decode. request_s: the time of a request; a request that began before a worker came ends so much later.
     """
     if targets.ttft_s is None and targets.tpot_s is None:
         return state

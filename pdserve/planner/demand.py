@@ -47,11 +47,11 @@ class Series:
         return self.rate.value(piece, settings.smoothing_s) or 0.0
 
     def trending(self, piece: float, settings: PlannerSettings) -> float:
-        """Return what the trend says for the time when a worker that starts now is ready."""
+        """Return the rate that the trend predicts for the moment at which a worker is ready that starts now."""
         return self.measured(piece, settings) + self.trend.rise(settings.start_s, settings.trend_s, piece)
 
     def seasonal(self, now_s: float, settings: PlannerSettings) -> float:
-        """Return what the season says for that time. 0: there is none."""
+        """Return the rate that the season predicts for the same moment. 0: there is no season."""
         return self.season.ahead(now_s, settings) or 0.0
 
 

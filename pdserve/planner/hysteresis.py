@@ -1,10 +1,11 @@
-"""The moment of a change: a pool that is too small grows at once, and one that is too large shrinks after a delay.
+"""The moment of a change: a pool that is too small grows at once, and a pool that is too large shrinks after a delay.
 
 A pool of n workers stays as it is while the need is between (n - 1) / (1 + tolerance) and n * (1 + tolerance). Above, it grows
 to the need. Below, it shrinks to the largest need of `downscale_delay_s`. A worker that the other pool needs goes to it sooner,
 after `flip_delay_s`: a change of roles takes seconds, where a stop and a start take minutes.
 
-A pool may also be told to keep room for a rise: for the largest one of the last day within the time in which a worker starts.
+A pool may also keep room for a rise of the load (`correction.py` says when): for the largest rise of the last day within the
+time in which a worker starts.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def decided(memory: PoolMemory, need: float, now_s: float, settings: PlannerSett
 
 
 def given(memory: PoolMemory, asked: int, now_s: float, settings: PlannerSettings) -> PoolMemory:
-    """Return the memory of a pool that gives the other one up to `asked` workers that it has not needed for `flip_delay_s`."""
+    """Return the memory of a pool that gives up to `asked` workers to the other pool. It has not needed these workers for
+    `flip_delay_s`."""
     spare = memory.wanted - memory.largest(now_s - settings.flip_delay_s)
     count = min(asked, spare)
     if count <= 0 or now_s < memory.changed_s + settings.cooldown_s:
@@ -105,7 +107,8 @@ def _noted(memory: PoolMemory, workers: int, now_s: float, settings: PlannerSett
 
 
 def _stacked(largest: Largest, value: float, now_s: float, kept_s: float) -> Largest:
-    """Return the largest values with a new one. Smaller ones before it count no more, nor do those older than `kept_s`."""
+    """Return the largest values with a new one. Smaller values before it no longer count, nor do values that are older than
+    `kept_s`."""
     kept = [item for item in largest if item[0] >= now_s - kept_s and item[1] > value]
     if len(kept) >= _LONGEST:  # the two that are nearest in time become one, which is as large as the earlier one
         nearest = min(range(len(kept) - 1), key=lambda at: kept[at + 1][0] - kept[at][0])

@@ -36,7 +36,7 @@ class PoolObserved:
     coming: int = 0
     """Workers that were asked for, load, or change into this role, and are not ready yet."""
     leaving: int = 0
-    """Workers that drain in order to stop. One that changes its role counts in its new pool alone, as coming."""
+    """Workers that drain in order to stop. A worker that changes its role counts in its new pool alone, as coming."""
     tokens_per_s: float | None = None
     """Tokens that the whole pool computed: prompt tokens of prefill workers, output tokens of decode workers."""
     busy_tokens_per_s: float | None = None

@@ -53,8 +53,8 @@ def observe(
 ) -> Observations:
     """Return what happened between two readings. None: `after` is the first one, so all rates are missing.
 
-    members: the workers that the actuator keeps or starts, with the role that each should have. One that the router does not
-    have in this role yet is coming. Workers that the actuator removes do not belong here.
+    members: the workers that the actuator keeps or starts, with the role that each should have. A worker that the router does
+    not have in this role yet is coming. Workers that the actuator removes do not belong here.
     slo_class: the class whose requests tell whether targets are met. None: those of all classes.
     """
     interval_s = 0.0 if before is None else after.at_s - before.at_s
@@ -178,7 +178,7 @@ def _coming(workers: Iterable[WorkerReading], members: Mapping[WorkerId, Role]) 
 
 
 def _leaving(workers: Iterable[WorkerReading], members: Mapping[WorkerId, Role]) -> dict[Role, int]:
-    """Count the workers of each role that drain. One that comes back in its other role counts there, as coming."""
+    """Count the workers of each role that drain. A worker that comes back in its other role counts there, as coming."""
     leaving = dict.fromkeys(Role, 0)
     for worker in workers:
         role = worker.hello.role

@@ -200,7 +200,7 @@ def _held(
 
 
 def _ordered(memories: tuple[PoolMemory, PoolMemory], policies: Policies, now_s: float) -> tuple[PoolMemory, PoolMemory]:
-    """Return the memories with the sizes that policies want. One that gives none keeps the size that the pool has."""
+    """Return the memories with the sizes that policies want. A pool keeps its size if its policy gives none."""
     prefill, decode = (
         begun(memory.wanted if (size := policies[role].workers) is None else size, now_s) if role in policies else memory
         for role, memory in zip(_ROLES, memories, strict=True)

@@ -1,7 +1,7 @@
 """The steps that bring both pools to their wanted sizes: workers are started, cancelled, drained, or change their role. Pure.
 
-The steps hold only for the membership from which they were computed. Each one that touches a serving worker names its
-incarnation, so that it never meets a later process with the same name.
+The steps hold only for the membership from which they were computed. Each step that touches a serving worker names its
+incarnation, so that the step never meets a later process with the same name.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def _cancelled(members: Sequence[PoolMember], role: Role, count: int) -> list[Po
 
 
 def _dispensable(members: Sequence[PoolMember], role: Role, wanted: int) -> list[PoolMember]:
-    """Return the serving workers without which the pool still has as many that take requests as it should.
+    """Return the serving workers without which the pool still has as many workers that take requests as it should have.
 
-    The one that is missed least is first: one that takes no requests, then the one with the least work, then the youngest. A
-    worker that settles may fail to come, so none that takes requests leaves for its sake.
+    The worker that is missed least is first: a worker that takes no requests, then the worker with the least work, then the
+    youngest. A worker that settles may fail to come, so none that takes requests leaves for its sake.
     """
     serving = [member for member in members if member.role is role and member.phase is Phase.SERVING]
     serving.sort(key=lambda m: m.worker_id, reverse=True)

@@ -62,7 +62,7 @@ class Compilations:
     """The requests of one role that wait for their grammar. It belongs to the loop thread; `close` it."""
 
     def __init__(self, start_grammar: StartGrammar, fail: Callable[[Handle, str, PdserveError], None]) -> None:
-        """`fail` is told the handle, the request id and the error of a request without a grammar."""
+        """`fail` gets the handle, the request id and the error of a request whose grammar could not be compiled."""
         self._start_grammar = start_grammar
         self._fail = fail
         self._tasks: dict[Handle, asyncio.Task[None]] = {}

@@ -235,7 +235,7 @@ class RouterLink:
         raise ConnectionError("the router closed the stream")
 
     def _parts(self, message: link_pb2.RouterMessage) -> Sequence[link_pb2.RouterMessage]:
-        """Return the messages of a bundle. One that cannot be read ends the link, since it would come again as it is."""
+        """Return the messages of a bundle. A bundle that cannot be read ends the link, since it would come again as it is."""
         try:
             return unbundled(message)
         except ReplicaLost:

@@ -1,4 +1,4 @@
-"""The log of a worker's prefix keys: what its pool published and lost, and how far each link has been told. Pure.
+"""The log of a worker's prefix keys: what its pool published and lost, and how much of it each link has sent. Pure.
 
 Changes, digest and number of a delta come from one snapshot of the engine. The log is bounded: a link that has fallen off, that
 is new, or whose router asks for it, gets all keys, at most once in `FULL_S`. All keys of a large pool come in several deltas,
@@ -65,8 +65,8 @@ class PrefixLog:
         return tuple(self._held), self._digest
 
     def since(self, position: int) -> KeyChanges | None:
-        """Return the changes after the first `position` ones as one. A key that came and went, or went and came back, is not
-        among them. None: the log no longer has them all."""
+        """Return all changes after the first `position` changes, as a single change. A key that came and went, or went and came
+        back, is not among them. None: the log no longer has them all."""
         if position < self._first:
             return None
         changed: dict[int, bool] = {}
@@ -85,7 +85,7 @@ class PrefixCursor:
     def __init__(self, log: PrefixLog) -> None:
         self._log = log
         self._position: int | None = None
-        """The changes that the link has been told. None: it must get all keys."""
+        """The number of changes that the link has sent. None: the router must get all keys."""
         self._asked = False
         """The router has asked for all keys, and they have not begun to go out since."""
         self._offered = False

@@ -97,7 +97,7 @@ class Dispatcher:
         waiting.fresh.clear()
 
     def _unpark(self, now_s: float, *, everyone: bool) -> None:
-        """Let parked requests be looked at: all of them, or those whose wait is over."""
+        """Let the next walk look at parked requests again: at all of them, or only at those that have waited long enough."""
         waiting = self._requests.waiting
         for request in waiting.parked():
             since_s = request.unplaceable_since_s

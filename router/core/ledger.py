@@ -92,7 +92,7 @@ class Ledger:
         return self._charged.get(link, 0)
 
     def passed(self, link: LinkId) -> int:
-        """Return the KV tokens on that worker that are promised to requests which passed one that waited for it."""
+        """Return the KV tokens of the worker that are promised to requests which went before a request that waits for it."""
         return self._passed.get(link, 0)
 
     def __len__(self) -> int:

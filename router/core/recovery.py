@@ -145,8 +145,8 @@ class Recovery:
                 self._suspect(reader, lender, now_s)
 
     def _suspect(self, reader: Worker, lender: Worker, now_s: float) -> None:
-        """Eject the end that two failed pairs have in common while KV passed through it nowhere. For one that has just come
-        back from an ejection, a single failed pair is enough."""
+        """Eject the end that two failed pairs have in common while KV passed through it nowhere. For a worker that has just
+        come back from an ejection, a single failed pair is enough."""
         for worker in sorted((reader, lender), key=lambda end: -self._pairs.partners(end.hello)):
             partners = self._pairs.partners(worker.hello)
             doubtful = partners and (self._health.on_trial(worker) or self._pairs.at_fault(worker.hello))

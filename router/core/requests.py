@@ -37,8 +37,8 @@ _T = TypeVar("_T")
 _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 """States in which the decode worker may not have reserved yet: the first bind of an attempt, and rebinds."""
 MAX_PASSES: Final = 256
-"""So many requests pass one that waits. A claim begins anew when its worker refuses, so this is what bounds them: a large
-request that waits a minute is passed by four light ones a second."""
+"""So many requests may pass a request that waits. A claim begins anew when its worker refuses, so this is what bounds them: a
+large request that waits a minute is passed by four light ones a second."""
 
 
 class Requests:

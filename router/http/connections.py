@@ -16,7 +16,8 @@ PATIENCE_S: Final = 2.0
 """A head may take so long before its connection has to make room. TCP sends a lost segment again after 0.2 to 1 s."""
 LEAST_REFUSED: Final = 64
 REFUSED_SHARE: Final = 2
-"""Half as many connections as have places may be on their way out, so that bursts are told why."""
+"""Half as many connections as have places may be on their way out, so that the clients of a burst get an answer that says
+why."""
 
 
 class Connection(Protocol):
@@ -58,8 +59,9 @@ class ConnectionTable:
         return len(self._all)
 
     def admit(self, connection: Connection) -> bool:
-        """Give the connection a place, if need be that of one that waits. False: nobody makes room. The connection is then told
-        so; it stays known until `forget`, or until too many others are being told."""
+        """Give the connection a place, if need be the place of a waiting connection. False: no connection makes room. The
+        client then gets an answer that says so. The connection stays known until `forget`, or until too many others get such an
+        answer."""
         if len(self._all) >= self.max_connections:
             leaver = self._leaver()
             if leaver is None:

@@ -105,7 +105,7 @@ class ConnectionExchange:
     # The protocol's side -----------------------------------------------------------------------------------------------
 
     def client_left(self) -> None:
-        """Tell the route that nobody takes the answer any more, after the cycle was told so."""
+        """Tell the route that nobody takes the answer any more. The cycle already knows it."""
         if self._gone is not None:
             gone, self._gone = self._gone, None
             gone()

@@ -150,7 +150,8 @@ class Chats:
 
 @contextlib.contextmanager
 def tools_named(request: GenerateInput) -> Iterator[None]:
-    """Let errors of the grammar that tools were made to name the tools, because the client wrote no grammar."""
+    """Name `tools` as the field at fault if their grammar fails. The router made this grammar from the tools, so the client
+    does not know it."""
     try:
         yield
     except InvalidRequest as exc:

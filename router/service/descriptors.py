@@ -61,5 +61,5 @@ def share_of_admins(limit: int) -> int:
 
 def share_of_links(limit: int, share_of_clients: int) -> int:
     """Return how many connections the link port may have: those that the client ports and the admin port leave. The HTTP port
-    has half of its share again, for connections that are being told that it is full."""
+    has half of its share again, for connections that get the answer that the port is full."""
     return limit - 2 * share_of_clients - share_of_clients // 2 - ADMIN_DESCRIPTORS * share_of_admins(limit) - OWN

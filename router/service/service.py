@@ -435,7 +435,7 @@ class RouterService:
 
     async def _tick_for_ever(self) -> None:
         """Tick until cancelled. After the process stood still one tick is left out, so that heartbeats that wait in the sockets
-        are read before a worker is found silent. The time by which ticks were late is told with the next one."""
+        are read before a worker is found silent. The next tick carries the time by which ticks were late."""
         late, late_s = False, 0.0
         for turn in itertools.count():
             began_s = self._clock()

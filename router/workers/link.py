@@ -104,7 +104,7 @@ class Link:
             self.close(error)
 
     def close(self, error: PdserveError) -> None:
-        """Close the link. The first error is the one that the worker is told."""
+        """Close the link. The worker gets the first error."""
         self.error = self.error or error
         self.closed.set()
 

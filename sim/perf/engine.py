@@ -29,7 +29,8 @@ MAX_STRIDE: Final = 64
 
 
 class _StridingScheduler(Scheduler):
-    """The production scheduler. It is given as many drafts as no sequence has tokens left to draw."""
+    """The production scheduler with drafts. All sequences get the same number of drafts, so few that none of them draws more
+    tokens than it has left."""
 
     left: dict[SeqId, int]
     begun: frozenset[SeqId] = frozenset()

@@ -1,8 +1,8 @@
 """Loads on which a planner is judged: three groups, drawn from one space by their names. Pure.
 
-A planner is tuned on the group `tune`, watched on `check`, and told about on all three. Nobody picks a load: each property of a
-group is a Latin hypercube, so the loads of a group lie one in each of `LOADS_OF_A_GROUP` equal parts of its range, in a random
-order. The loads of a group depend on its name alone.
+A planner is tuned on the group `tune` and watched on `check`. Results are reported for all three groups. Nobody picks a load:
+each property of a group is a Latin hypercube, so each of the `LOADS_OF_A_GROUP` equal parts of its range has one load of the
+group, in a random order. The loads of a group depend on its name alone.
 
 | property | range |
 |---|---|
@@ -154,10 +154,10 @@ class Load:
         return [level for begins, level in self.levels if begins * day.length_s <= time_s][-1]
 
     def rises_s(self, day: Day) -> list[float]:
-        """Return the moments at which jumps of the rate can be told from chance. A season only drifts.
+        """Return the moments from which on a jump of the rate differs from chance. A season has no jumps.
 
-        A jump from a to b requests a second can be told after t seconds with `(b - a) t = 3 sqrt(a t)`. One that ends before
-        cannot.
+        A jump from a to b requests a second differs from chance after t seconds with `(b - a) t = 3 sqrt(a t)`. A jump that
+        ends before does not.
         """
         times_s = [begins * day.length_s for begins, _ in self.levels] + [day.length_s]
         found = []

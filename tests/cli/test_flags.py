@@ -44,7 +44,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_a_flag_that_only_vllm_has_says_what_to_do_instead() -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
     ours = {flag for flags, *_ in settings.FLAGS for flag in flags}
     for flags, instead in settings.LACKING:
         for flag in flags:

@@ -208,12 +208,14 @@ def _rank(home: WantedShape, hello: WorkerHello) -> int:
 
 
 def _if_changed(max_num_seqs: int, hello: WorkerHello) -> int:
-    """Return the number, or 0 for that of the worker's start: a worker that cannot change it has that one."""
+    """Return the number, or 0 if the worker started with it. A worker that cannot change the number still has the number of its
+    start."""
     return 0 if max_num_seqs == hello.max_num_seqs else max_num_seqs
 
 
 def _limits(workers: Mapping[str, WorkerNow], targets: Mapping[str, WantedShape]) -> SetLimits | None:
-    """Return the limits to set, in parts of workers that need the same ones. None: all workers have theirs."""
+    """Return the limits to set, for each group of workers that need the same limits. None: all workers have their limits
+    already."""
     wrong: dict[tuple[int, int], list[str]] = {}
     for name, target in targets.items():
         now = workers[name]

@@ -23,9 +23,9 @@ ARRIVAL_KINDS: tuple[str, ...] = get_args(ArrivalKind)
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The process of arrivals.
 
-    `poisson`, `gamma` and `constant` need `rate_per_s`. `inf` sends all requests at once. `trace` takes the recorded times; a
-    rate scales them so that their mean rate is that one. `closed` gives no times: the generator sends a request as soon as one
-    of its `max_concurrency` places is free.
+    `poisson`, `gamma` and `constant` need `rate_per_s`. `inf` sends all requests at once. `trace` takes the recorded times. If
+    `rate_per_s` is set, it scales these times to that mean rate. `closed` gives no times: the generator sends a request as soon
+    as one of its `max_concurrency` places is free.
     """
 
     kind: ArrivalKind = "poisson"

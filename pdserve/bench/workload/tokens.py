@@ -34,7 +34,7 @@ class WorkloadTokenizer(Protocol):
 
 
 class Alphabet:
-    """The token ids of which random prompts are made: all but special ones."""
+    """The token ids of which random prompts are made: all tokens but the special tokens."""
 
     def __init__(self, ids: range | list[int]) -> None:
         """Take the ids. Raises `ConfigError` if there are fewer than 16."""

@@ -20,7 +20,7 @@ class GgufModel:
     """The model of one file in the terms of its family. A tensor is read when it is asked for."""
 
     def __init__(self, gguf: GgufFile) -> None:
-        """Find the architecture. Raises `ConfigError` for one that is not known, and for a part of a model."""
+        """Find the architecture. Raises `ConfigError` for an unknown architecture, and for a part of a model."""
         self._metadata = Metadata(gguf)
         name = self._metadata.architecture
         if name not in ARCHITECTURES:

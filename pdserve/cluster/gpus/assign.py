@@ -61,8 +61,8 @@ def assigned(config: ClusterConfig, present: int) -> ClusterConfig:
 def free_gpu(given: str, share: float, used: Sequence[tuple[str, float]], others: Sequence[str]) -> str | None:
     """Return the GPU of a worker that starts beside others: `given` by Ray, if these leave room there, else one of `others`.
 
-    A worker that runs keeps its GPU when it gets another keeper, and Ray may give that keeper another GPU. So the one that is
-    given for a new worker may be in use, and then one that was given for a worker that runs elsewhere (`others`) is free.
+    A worker that runs keeps its GPU when it gets another keeper, and Ray may give that keeper another GPU. So the GPU that Ray
+    gives to a new worker may be in use. Then the GPU that Ray gave to a worker that runs on another GPU (`others`) is free.
     used: the GPU of each worker that runs, with its share. None: none has room now.
     """
     for gpu in (given, *others):

@@ -1,8 +1,8 @@
 """Calls between a worker's process and its keeper, over a Unix socket of the machine on which both run.
 
 The socket's name is abstract: it leaves no file behind, needs no folder, and ends with the process. Everybody on the machine
-can dial such a name, and so can other containers that share the network, where root has our user's id. So each side looks who
-the other one is. The worker's process serves only those who know its key, which only its user can read. The keeper reads
+can dial such a name, and so can other containers that share the network, where root has our user's id. So each side checks who
+the other side is. The worker's process serves only those who know its key, which only its user can read. The keeper reads
 nothing but from the very process that it means: messages are pickled, and reading one can run code.
 """
 

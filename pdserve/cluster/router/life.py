@@ -101,7 +101,8 @@ class RouterLife:
         return self._went(seen.detail, now_s)
 
     def _went(self, detail: str, now_s: float) -> list[Effect]:
-        """Plan the next start. A loss that repeats the one before is not told again, or a taken port would fill the screen."""
+        """Plan the next start. A loss that repeats the loss before is not reported again, or a taken port would fill the
+        screen."""
         next_s = self.backoff.next_delay_s(now_s)
         self.limited |= next_s is None
         delay_s = self.backoff.longest_s if next_s is None else next_s

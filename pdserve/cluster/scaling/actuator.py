@@ -171,8 +171,8 @@ class Actuator:
                 self.wanted.moved(moved.role, why, now_s, moved.settled)
 
     def _bury(self, now_s: float) -> None:
-        """Forget workers that are gone. One that an operator drained makes its pool smaller, or is replaced. One that died too
-        often is started again after a hold."""
+        """Forget workers that are gone. A worker that an operator drained makes its pool smaller, or is replaced. A worker that
+        died too often is started again after a hold."""
         for member in self._pool.members:
             if member.state is not MemberState.GONE:
                 continue

@@ -14,7 +14,7 @@ LONGEST_S: Final = 3600.0  # what kept workers from starting may be mended by ot
 
 
 class Holds:
-    """The holds of both roles. Each one is twice as long as the last one of the day, and none is longer than an hour."""
+    """The holds of both roles. Each hold is twice as long as the last hold of the day, and none is longer than an hour."""
 
     def __init__(self) -> None:
         self.clear()

@@ -66,7 +66,7 @@ class ScalingPolicy:
         return self._state is State.ASKED
 
     def follow(self, now_s: float) -> None:
-        """Take what the process says, end one that is late, and start one where none is and the pause is over."""
+        """Take what the process says. End a process that is late. Start a process where there is none and the pause is over."""
         self._killed = [process for process in self._killed if not process.gone()]
         if self._process is not None:
             self._hear(self._process, now_s)

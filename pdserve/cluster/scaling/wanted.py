@@ -129,7 +129,7 @@ class WantedSizes:
         self._note(text, now_s)
 
     def record(self, text: str, now_s: float) -> None:
-        """Add an event for the router alone, since the listener is told it in another form."""
+        """Add an event for the router alone. The listener gets it in another form."""
         self.events.append(Resized(now_s, text, self.sizes))
 
     def _become(self, sizes: PoolSizes, why: str, now_s: float) -> None:

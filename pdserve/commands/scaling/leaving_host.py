@@ -18,7 +18,8 @@ from pdserve.core.errors import ErrorCode
 
 LOOK_S: Final = 2.0  # 1,000 hooks are 500 connections a second, of which each makes one call
 GIVE_UP_S: Final = 30.0
-"""A router that has not answered for so long will not: one that died is back in less, and a deleted cluster has none."""
+"""A router that has not answered for so long will not: a router that died is back in less, and a deleted cluster has no
+router."""
 _LEFT: Final = (ErrorCode.UNKNOWN_WORKER.value, ErrorCode.STALE_ORDER.value)
 
 

@@ -92,7 +92,8 @@ class ModelShape:
 
     @property
     def head_numbers(self) -> int:
-        """The numbers of the head, which a step reads whole. Of an embedding that is not tied it reads a row for each token."""
+        """The numbers of the head. A step reads the whole head. If the embedding is not tied to it, the step also reads one row
+        of the embedding for each token."""
         return self.vocab_size * self.hidden_size
 
     @property

@@ -68,23 +68,19 @@ class StepCounts:
             self.decode_busy_s += step_s
             self.decode_steps += 1
             if self._traffic is not None:
-                self.decode_read_bytes += _read_bytes(self._traffic, plan)
+                # The KV of a sequence is read once, also where it has drafts.
+                starts = list(map(_START, plan.slices[: plan.decodes]))
+                tokens = len(starts)
+                for drafted in plan.slices[plan.decodes :]:
+                    tokens += len(drafted.token_ids)
+                    starts.append(drafted.start + len(drafted.token_ids) - 1)
+                self.decode_read_bytes += self._traffic.weights(tokens) + self._traffic.kv(starts)
 
 
 def _flops(flops: StepFlops, plan: StepPlan) -> float:
     chunks = plan.slices[plan.decodes :]
     decodes = flops.decodes(list(map(_START, plan.slices[: plan.decodes])))
     return decodes + sum([flops.chunk(one.start, len(one.token_ids), len(one.samples)) for one in chunks])
-
-
-def _read_bytes(traffic: StepTraffic, plan: StepPlan) -> float:
-    """Return the bytes of a step without prompts. The KV of a sequence is read once, also where it has drafts."""
-    starts = list(map(_START, plan.slices[: plan.decodes]))
-    tokens = len(starts)
-    for drafted in plan.slices[plan.decodes :]:
-        tokens += len(drafted.token_ids)
-        starts.append(drafted.start + len(drafted.token_ids) - 1)
-    return traffic.weights(tokens) + traffic.kv(starts)
 
 
 def since(load: WorkerLoad, base: WorkerLoad) -> dict[str, Any]:

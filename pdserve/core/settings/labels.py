@@ -54,6 +54,6 @@ def match_all(selectors: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def check_key(name: str) -> None:
-    """Check the name of a label. Raises ValueError for one that Ray does not accept."""
+    """Check the name of a label. Raises ValueError for a name that Ray does not accept."""
     if not _KEY.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a label; write letters, digits, dashes, dots and underscores")

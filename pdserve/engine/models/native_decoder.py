@@ -143,7 +143,8 @@ class NativeDecoder:
         for group, own in zip(self._groups, tables, strict=True):
             group.span_table, group.tables = own.begins.buffer_info()[0], own.ids.buffer_info()[0]
         best = array("i", bytes(4 * len(rows)))
-        self._make_room(len(rows))
+        if len(rows) != self._rows:
+            self._make_room(len(rows))
         first, lengths, wanted = array("i", starts), array("i", map(len, token_ids)), array("i", rows)
         step = library.Step(
             self.threads, self._layers, len(tokens), len(starts), len(rows), tokens.buffer_info()[0], first.buffer_info()[0],
@@ -177,12 +178,11 @@ class NativeDecoder:
 
         With new memory for each step, the system would clear its pages, which takes 10 % of a step of 64 rows.
         """
-        if rows != self._rows:
-            with torch.inference_mode(False):  # so that a step outside of inference mode may change them
-                if rows > len(self._room):
-                    self._room = torch.empty(rows, self._vocab)
-                self._rows, self._logits = rows, self._room[:rows]
-            self._logits_address = self._room.data_ptr()
+        with torch.inference_mode(False):  # so that a step outside of inference mode may change them
+            if rows > len(self._room):
+                self._room = torch.empty(rows, self._vocab)
+            self._rows, self._logits = rows, self._room[:rows]
+        self._logits_address = self._room.data_ptr()
 
     def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """Draw a token for each of `rows` in compiled code; see `Samples` of models.api."""

@@ -68,7 +68,8 @@ class Room:
         seq.taken = taken if self._pool.has_gap(seq.holder) else None
 
     def complete(self, decoding: Iterable[Sequence]) -> None:
-        """Take the last blocks of sequences that decode. One that was recomputed, all but its last token, may lack them."""
+        """Take the last blocks of sequences that decode. A sequence that was recomputed, all but its last token, may lack
+        them."""
         if self._windowed:
             for seq in decoding:
                 if seq.taken is not None:

@@ -217,7 +217,7 @@ class Scheduler:
         assert self._step is None, "the last step was not collected"
         self._steps += 1
         step = self._plan_decodes()
-        chunks = self._plan_prefills(*self._prompt_share(step))
+        chunks = self._plan_prefills(*self._prompt_share(step)) if self._prefilling or self._waiting else []
         taken = self._plan_drafts(step, chunks, drafts) if drafts else {}
         if taken:
             step.sort(key=lambda seq: seq.seq_id in taken)
@@ -416,8 +416,6 @@ class Scheduler:
         `unit`: what is left of the budget is not used where it would cut a unit of a further prompt.
         """
         chunks: list[tuple[Sequence, int]] = []
-        if not self._prefilling and not self._waiting:
-            return chunks
         running = list(self._prefilling)
         before = running and self._waiting and self._waiting[0].rank < running[0].rank
         held = overtaken(running, self._waiting[0] if before else None)

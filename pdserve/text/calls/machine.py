@@ -244,7 +244,7 @@ class CallMachine:
     # JSON --------------------------------------------------------------------------------------------------------------
 
     def _held_object(self) -> Reading:
-        """Read an object that is told later, and return its text."""
+        """Read an object and return its text. The caller reports it later."""
         if self._char != "{":
             raise Malformed
         begin = len(self._read)

@@ -18,7 +18,8 @@ _FORMATTED: Final = re.compile(r".?[fFtT]|[fFtT][rR]", re.DOTALL)
 
 
 class Pythonic(CallMachine):
-    """A list of calls with named arguments, where the output begins or after the mark. It is told when the list has ended."""
+    """A list of calls with named arguments, where the output begins or after the mark. The calls are reported when the list has
+    ended."""
 
     mark = "<|python_start|>"
 

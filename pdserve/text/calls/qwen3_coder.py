@@ -24,8 +24,8 @@ _JSON: Final = msgspec.json.Decoder()
 class Qwen3Coder(CallMachine):
     """A function between two tags for each call, with its parameters between tags of their own.
 
-    A value that is a text by the schema is told as it comes, and any other one when it has ended. A value that does not fit its
-    type is told as a text.
+    A value that is a text by the schema is reported as it comes. Any other value is reported when it has ended. A value that
+    does not fit its type is reported as a text.
     """
 
     mark = "<tool_call>"

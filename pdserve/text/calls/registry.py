@@ -1,4 +1,4 @@
-"""The parsers by name, and the one that a chat template asks for. The names are vLLM's."""
+"""The parsers by name, and the choice of the parser that a chat template asks for. The names are vLLM's."""
 
 from __future__ import annotations
 

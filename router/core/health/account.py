@@ -72,7 +72,7 @@ class Account:
         self.trial_left = max(0.0, self.trial_left - weight)
 
     def failed(self, weight: float = 1.0) -> None:
-        """Count a failure that another worker has shown to be this one's."""
+        """Count a failure as this worker's, because another worker has gone further with the same request."""
         self._fade(weight)
         self.bad += weight
 

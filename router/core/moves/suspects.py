@@ -2,12 +2,12 @@
 
 A worker that dies takes a batch of requests with it, and one of them may be the reason. Each request of the batch is replayed.
 A request that was running on two workers as they died is a *suspect*, and so are all its companions that were replayed beside
-it. Suspects are told apart by a *trial*: one suspect runs alone on a decode worker, which computes the prompt as well, until it
-has come `TRIAL_TOKENS` further than before. Then it is cleared, and others come beside it; cleared requests alone may stay
-beside the next trial, or the suspects of a cluster with one decode worker would wait for each other's ends. A suspect whose
-worker dies in its trial fails with `PoisonRequest`: nobody else can have been the reason.
+it. A *trial* finds out which suspect is at fault: one suspect runs alone on a decode worker, which computes the prompt as well,
+until it has come `TRIAL_TOKENS` further than before. Then it is cleared, and others come beside it; cleared requests alone may
+stay beside the next trial, or the suspects of a cluster with one decode worker would wait for each other's ends. A suspect
+whose worker dies in its trial fails with `PoisonRequest`: nobody else can have been the reason.
 
-Whoever restarts the workers is told which deaths followed the first one of a poison request, and counts them not.
+The core reports which deaths followed the first death by a poison request, so whoever restarts the workers does not count them.
 
 A worker whose link broke and that dials again as the same process has not died, and its requests are forgiven. That has a
 limit, since a request may also break links without an end of a process, for instance by an answer that cannot be read.

@@ -336,8 +336,9 @@ class Pool:
 
 
 def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_tokens: int) -> State:
-    """Return the place of a worker in its pool. `tokens_per_s` is the rate that its own one counts as. `passed_tokens`
-    are promised to requests on it that passed another one."""
+    """Return the place of a worker in its pool. `tokens_per_s` is the prompt rate of the worker, or the mean of its pool if its
+    own rate is unknown or near the mean. `passed_tokens` are promised to requests that went before another request on this
+    worker."""
     hello = worker.hello
     prefills, placed = hello.role is Role.PREFILL, len(worker.work)
     refused = worker.turned_away or worker.refused_blocks is not None

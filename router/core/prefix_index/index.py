@@ -55,12 +55,12 @@ class _Holder:
     bit: int
     hello: WorkerHello
     held: dict[int, None] = field(default_factory=dict)
-    """The keys that the worker has told, without those that were evicted here. They have an order, so that a replay of a
-    recording, where the keys are others, removes them in the same one."""
+    """The keys that the worker has reported, without those that were evicted here. Their order is kept, so that the replay of a
+    recording, which has other keys, removes them in the same order."""
     number: int = 0
     digest: int = 0
     count: int = 0
-    """The number of keys that the worker has told, with those that were evicted here."""
+    """The number of keys that the worker has reported, with those that were evicted here."""
     asked_s: float | None = None
     """The time at which the worker was asked for all its keys. None: it was not, or has sent them since."""
     stale: bool = False
@@ -71,7 +71,7 @@ class _Holder:
     """Work of `expected` that has ended, and the heartbeats that came since."""
 
     def counted(self) -> set[int]:
-        """Return the keys with this worker's bit: those that it told and those of its work."""
+        """Return the keys with the bit of this worker: the keys that it has reported, and the keys of its work."""
         return set(self.held).union(*self.expected.values())
 
 
@@ -258,7 +258,7 @@ class PrefixIndex:
     def expect(self, link: LinkId, handle: Handle, keys: Collection[int]) -> None:
         """Count the keys of work that was sent to a worker as held there, until `ended` and the delta that follows.
 
-        Nothing happens for a worker that has told no delta yet: it may share nothing.
+        Nothing happens for a worker that has not sent a delta yet, because it may share no blocks.
         """
         holder = self._holders.get(link)
         if holder is not None and holder.number and keys:
@@ -325,7 +325,7 @@ class PrefixIndex:
         return Held(steps, self._bits, self._links)
 
     def held(self, link: LinkId) -> frozenset[int]:
-        """Return the keys that a worker has told and that were not evicted here, without credit."""
+        """Return the keys that a worker has reported and that were not evicted here, without credit."""
         holder = self._holders.get(link)
         return frozenset() if holder is None else frozenset(holder.held)
 

@@ -129,7 +129,7 @@ def usual(width: float = 0.05) -> GoodputResult:
 
 
 def example() -> GoodputResult:
-    """Return the result of the picture in README."""
+    """Return the result of the picture in docs/benchmarking.md."""
     layouts = [layout(1, 3), layout(2, 2), layout(3, 1), layout(0, 4, 256), layout(0, 4, 512)]
     found = searched(Machine(), layouts, Slo(1.2, 0.024))
     workload: dict[str, object] = {"kind": "example by formulas, not a measurement", "prompt": 1024, "output": 128}
