@@ -27,6 +27,7 @@ from pdserve.cluster.errors import ClusterError, Interrupted
 from pdserve.cluster.record import ProcessId, make_private
 from pdserve.cluster.router.ports import NAMES, at_ports
 from pdserve.core.errors import ConfigError
+from pdserve.killable_child import environment
 from pdserve.observe.log_files import open_log
 
 COMMAND = (sys.executable, "-m", "router")
@@ -244,9 +245,3 @@ class RouterProcess:
             started = processes.descendants(process.pid)
             process.send(signal.SIGKILL)
             processes.kill(started)
-
-
-def environment() -> dict[str, str]:
-    """Return our environment, extended so that the child imports this very pdserve from any working directory."""
-    root = str(Path(__file__).resolve().parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -11,16 +11,18 @@ import asyncio
 import json
 import logging
 import pickle
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, Unavailable
 from pdserve.core.structured.constraint import FIELD, Constraint
+from pdserve.killable_child import ChildEnded, KillableChild
 from pdserve.structured.child import Verdict
-from pdserve.structured.child_process import ChildEnded, ChildProcess
 from pdserve.structured.limits import CHECK_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,13 @@ MAX_WAITING: Final = 64
 """The most constraints that wait for their check. A usual one takes some milliseconds."""
 MAX_KNOWN: Final = 1024
 """The most verdicts that are kept. Each holds its constraint, of at most 64 KiB."""
+START_TIMEOUT_S: Final = 60.0  # the child reads the tokenizer, and does so while other processes start as well
+VERDICT_BYTES: Final = 64 << 10  # a refusal has less than 4 KiB
 COMMAND: Final = (sys.executable, "-m", "pdserve.structured.child")
 
 
 class GrammarChecker:
-    """Checks constraints for one model. It owns a process, which the first constraint starts; `close` it."""
+    """Checks constraints for one model. It owns a thread, and a process that the first constraint starts; `close` it."""
 
     def __init__(
         self,
@@ -47,19 +51,24 @@ class GrammarChecker:
         command: Sequence[str] = COMMAND,
     ) -> None:
         """`directory` holds the model's tokenizer. `timeout_s` bounds the check of one constraint."""
-        self._command = (*command, str(directory), *map(str, (vocab_size, *eos_token_ids)))
+        self._child = KillableChild(
+            (*command, str(directory), *map(str, (vocab_size, *eos_token_ids))),
+            start_timeout_s=START_TIMEOUT_S,
+            most_bytes=VERDICT_BYTES,
+            stderr=subprocess.PIPE,
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="check grammars")
         self._timeout_s = timeout_s
         self._turns = asyncio.Lock()
         self._waiting = 0
         self._known: OrderedDict[Constraint, Verdict] = OrderedDict()
-        self._child: ChildProcess | None = None
         self._checking: asyncio.Task[Verdict] | None = None
         self._closed = False
 
     @property
     def child_pid(self) -> int | None:
         """The child's process id. None: no child runs."""
-        return None if self._child is None else self._child.pid
+        return self._child.pid
 
     async def check(self, constraint: Constraint) -> None:
         """Return if the constraint compiles. Raises `InvalidRequest`, which names what is not supported or the limit,
@@ -74,9 +83,10 @@ class GrammarChecker:
     async def close(self) -> None:
         """End the child. Whoever waits for a verdict gets an error."""
         self._closed = True
-        await self._drop()
+        self._child.close()
         if self._checking is not None:
             await asyncio.wait([self._checking])
+        self._thread.shutdown(wait=False)
 
     async def _judged(self, constraint: Constraint) -> Verdict:
         if self._waiting >= MAX_WAITING:
@@ -103,74 +113,53 @@ class GrammarChecker:
             self._turns.release()
 
     async def _exchange(self, constraint: Constraint) -> Verdict:
-        """Ask the child. It ends if it does not answer in time: a late answer must not be taken for that of the next
-        constraint. Such a refusal is not kept, since a busy machine may be its reason."""
+        self._stay_open()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, constraint)
+
+    # In the thread -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, constraint: Constraint) -> Verdict:
+        """Return the child's verdict. A refusal because of the time is not kept, since a busy machine may be its reason."""
         field = f"{FIELD}.{constraint.kind.value}"
         for _ in range(TRIES):
-            child = await self._ready_child()
+            self._start()
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await child.ask(pickle.dumps(constraint))
+                answer = self._child.ask(pickle.dumps(constraint), self._timeout_s)
             except TimeoutError:
-                await self._drop()
                 raise InvalidRequest(f"cannot be compiled within {self._timeout_s:g} s", field=field) from None
             except ChildEnded as exc:
-                await self._drop()
                 self._stay_open()
                 log.warning("the process that checks grammars ended in a check: %s", exc.how)  # its words may quote the grammar
                 if not exc.was_killed:
                     raise InvalidRequest(
                         "cannot be compiled: it takes too much memory or is nested too deeply", field=field
                     ) from exc
-            except asyncio.CancelledError:
-                await self._drop()
-                raise
             else:
                 message, refused = json.loads(answer)  # no pickle: a grammar may have broken the child
                 return message, refused
         raise Overloaded("the process that checks grammars was killed again and again", retry_after_s=1.0)
 
-    async def _ready_child(self) -> ChildProcess:
-        if self._child is not None and self._child.has_ended:
-            await self._drop()
-        if self._child is None:
-            return await self._started()
-        return self._child
-
-    async def _started(self) -> ChildProcess:
-        """Start the child. A start that fails once is tried again, since another process may have caused it: the kernel that
-        was out of memory, or an installation that replaced a file at this moment."""
+    def _start(self) -> None:
+        """Start the child if none runs. A start that fails once is tried again, since another process may have caused it: the
+        kernel that was out of memory, or an installation that replaced a file at this moment."""
         how = ""
         for _ in range(TRIES):
-            self._stay_open()
-            self._child = child = await ChildProcess.spawn(self._command)
             try:
-                self._stay_open()  # it may have been closed meanwhile
-                await child.ready()
+                self._child.start()
             except TimeoutError as exc:
-                await self._drop()
                 raise Overloaded("the process that checks grammars is slow to start", retry_after_s=1.0) from exc
             except ChildEnded as exc:
-                await self._drop()
                 self._stay_open()
                 log.error("the process that checks grammars ended at its start: %s\n%s", exc.how, exc.written)
                 last = exc.written.rpartition("\n")[2]
                 how = f"{exc.how}: {last}" if last else exc.how
-            except (asyncio.CancelledError, Unavailable):
-                await self._drop()
-                raise
             else:
-                return child
+                return
         raise InternalBug(f"the process that checks grammars ended at its start: {how}")
 
     def _stay_open(self) -> None:
         if self._closed:
             raise Unavailable("the router ends")
-
-    async def _drop(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            await child.close()
 
 
 def _seen(check: asyncio.Task[Verdict]) -> None:

@@ -1,8 +1,6 @@
-"""The process that compiles grammars of clients first. Constraints come on standard input; verdicts leave on standard output.
+"""The process that compiles grammars of clients first: `python -m pdserve.structured.child DIRECTORY VOCAB_SIZE EOS_ID ...`.
 
-It may be ended at any time, and its memory is bounded: a grammar that uses up time, memory or stack costs this process alone.
-`python -m pdserve.structured.child DIRECTORY VOCAB_SIZE EOS_ID ...` starts it, with the tokenizer's directory. It ends when its
-input ends, so it ends with its owner.
+`DIRECTORY` holds the tokenizer. A grammar that uses up time, memory or stack costs this process alone.
 """
 
 from __future__ import annotations
@@ -11,25 +9,22 @@ import json
 import os
 import pickle
 import resource
-import signal
-import struct
 import sys
 import threading
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import psutil
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.structured.constraint import Constraint
-from pdserve.observe.title import set_title
+from pdserve.killable_child import open_channel
 from pdserve.structured.compiler import compile_grammar
 from pdserve.structured.state import ConstraintState
 from pdserve.structured.vocabulary import Vocabulary
 from pdserve.text.tokenizer import Tokenizer
 
-LENGTH: Final = struct.Struct(">Q")  # stands before each message, in both directions
-READY: Final = b"ready\n"
 NICENESS: Final = 10  # tokens of running requests go first
 MEMORY_BYTES: Final = 512 << 20
 """The address space beyond that of the loaded vocabulary. The limits of a grammar allow it about a tenth."""
@@ -55,34 +50,21 @@ def judge(vocabulary: Vocabulary, constraint: Constraint) -> Verdict:
 
 
 def main() -> None:
-    """Judge constraints until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles a terminal's Ctrl-C
-    set_title("grammar")
+    """Judge constraints for the router."""
+    channel = open_channel("grammar")
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
     tokenizer = Tokenizer.load(Path(directory))
     vocabulary = Vocabulary(tokenizer, int(vocab_size), tuple(map(int, eos_token_ids)))
     os.nice(NICENESS)  # not before: on busy cores the start would take a minute
-    limit = _address_space() + MEMORY_BYTES
+    limit = int(psutil.Process().memory_info().vms) + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     threading.stack_size(STACK_BYTES)
-    judges = threading.Thread(target=_serve, args=(vocabulary, sys.stdin.buffer, sys.stdout.buffer))
-    judges.start()
-    judges.join()
+    threading.Thread(target=channel.serve, args=(partial(_answer, vocabulary),)).start()
 
 
-def _serve(vocabulary: Vocabulary, source: BinaryIO, sink: BinaryIO) -> None:
-    sink.write(READY)
-    sink.flush()
-    while len(head := source.read(LENGTH.size)) == LENGTH.size:
-        constraint = pickle.loads(source.read(*LENGTH.unpack(head)))  # noqa: S301 - from the process that started us
-        reply = json.dumps(judge(vocabulary, constraint)).encode()
-        sink.write(LENGTH.pack(len(reply)) + reply)
-        sink.flush()
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process has now."""
-    return int(psutil.Process().memory_info().vms)
+def _answer(vocabulary: Vocabulary, question: bytes) -> bytes:
+    constraint = pickle.loads(question)  # noqa: S301 - from the process that started us
+    return json.dumps(judge(vocabulary, constraint)).encode()
 
 
 if __name__ == "__main__":

@@ -1,29 +1,21 @@
-"""The process that parses large requests. Jobs come on standard input and results leave on standard output, one at a time.
-
-It ends when its input ends, so it ends with the router. `python -m router.parsing.child MAX_BODY_BYTES` starts it.
-"""
+"""The process that parses large requests: `python -m router.parsing.child MAX_BODY_BYTES`."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import pickle
 import resource
-import signal
-import struct
 import sys
 from array import array
-from dataclasses import replace
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.observe.title import set_title
-from router.openai.request import Call
-from router.openai.responses.request import ResponsesCall
-from router.parsing.generate import Batch, GenerateCall, Refused
-from router.parsing.parse import Job, parse
+from pdserve.killable_child import open_channel
+from router.parsing.parse import Job, Parsed, parse
 
-LENGTH: Final = struct.Struct(">Q")  # stands before each pickle, in both directions
 NICENESS: Final = 10  # tokens of running requests go first
 BASE_BYTES: Final = 512 << 20
 BYTES_PER_BYTE: Final = 64
@@ -31,59 +23,71 @@ BYTES_PER_BYTE: Final = 64
 lists of one token id as JSON (27.5 with msgspec 0.22), and a chat of empty messages as protobuf (28). The limit must not become
 tight: msgspec does not survive every allocation that fails, so the process may end instead of refusing the body."""
 
-
-def pack(result: Any) -> Any:
-    """Replace token ids by arrays. They are sent and unpacked a hundred times as fast as tuples."""
-    if isinstance(result, Call):
-        return replace(result, inputs=tuple(pack(one) for one in result.inputs))
-    if isinstance(result, ResponsesCall):  # a chat has no token ids
-        return result
-    if isinstance(result, Batch):
-        return replace(result, calls=tuple(pack(one) for one in result.calls))
-    if isinstance(result, GenerateCall):
-        return replace(result, input=pack(result.input))
-    if isinstance(result, Refused):
-        return result
-    prompt = getattr(result, "prompt", None)
-    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], int):
-        return replace(result, prompt=array("I", prompt))
-    return result
+Verdict = Parsed | tuple[type[InvalidRequest], str, str]
+"""The request, or the class, the message and the field of its refusal."""
 
 
-def answer(job: Job) -> tuple[str, Any]:
-    """Return ("parsed", result) or ("refused", (class, message, field))."""
-    try:
-        return "parsed", pack(parse(job))
-    except InvalidRequest as exc:
-        return "refused", (type(exc), exc.message, exc.field)
-    except MemoryError:
-        return "refused", (InvalidRequest, "body: takes too much memory to be read", "body")
+def memory_bytes(max_body_bytes: int) -> int:
+    """Return the address space that the process may have. No answer is larger."""
+    return BASE_BYTES + BYTES_PER_BYTE * max_body_bytes
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """Read one job. None: the stream has ended."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+class _Pickler(pickle.Pickler):
+    """Pickles token ids as arrays: these are sent and read a hundred times as fast as tuples."""
+
+    def persistent_id(self, obj: Any) -> array[int] | None:
+        """Return what stands for the object. None: it is pickled as ever."""
+        if type(obj) is tuple and obj and type(obj[0]) is int:
+            with contextlib.suppress(TypeError, OverflowError):  # these are no token ids
+                return array("I", obj)
         return None
-    (length,) = LENGTH.unpack(head)
-    return stream.read(length)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tuples of token ids again, one prompt after the other. Another thread may run between two of them."""
+
+    def persistent_load(self, pid: array[int]) -> tuple[int, ...]:
+        """Return the object for which the array stands."""
+        return tuple(pid)
+
+
+def pack(verdict: Verdict) -> bytes:
+    """Return a verdict as bytes."""
+    packed = io.BytesIO()
+    _Pickler(packed, protocol=5).dump(verdict)
+    return packed.getvalue()
+
+
+def unpack(packed: bytes) -> Verdict:
+    """Return the verdict that was packed. It must come from a child of ours."""
+    verdict: Verdict = _Unpickler(io.BytesIO(packed)).load()
+    return verdict
+
+
+def verdict_of(job: Job) -> Verdict:
+    """Parse a request."""
+    try:
+        return parse(job)
+    except InvalidRequest as exc:
+        return type(exc), exc.message, exc.field
+    except MemoryError:
+        return InvalidRequest, "body: takes too much memory to be read", "body"
 
 
 def main() -> None:
-    """Parse jobs until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles a terminal's Ctrl-C
-    set_title("parse")
+    """Parse requests for the router."""
+    channel = open_channel("parse")
     os.nice(NICENESS)
-    limit = BASE_BYTES + BYTES_PER_BYTE * int(sys.argv[1])
+    limit = memory_bytes(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     gc.disable()  # what is decoded has no cycles, and looking for them in millions of lists doubles the time
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while (frame := read_frame(source)) is not None:
-        reply = pickle.dumps(answer(pickle.loads(frame)), protocol=5)  # noqa: S301 - from the router, which started us
-        del frame
-        sink.write(LENGTH.pack(len(reply)) + reply)
-        sink.flush()
-        gc.collect(0)  # frees the cycles that exceptions make
+    channel.serve(_answer)
+
+
+def _answer(question: bytes) -> bytes:
+    answer = pack(verdict_of(pickle.loads(question)))  # noqa: S301 - from the router, which started us
+    gc.collect(0)  # frees the cycles that exceptions make
+    return answer
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from pdserve.core.structured.constraint import Constraint
+from pdserve.killable_child import ChildEnded, KillableChild
 from pdserve.structured.checker import GrammarChecker
-from pdserve.structured.child_process import ChildEnded, ChildProcess
+from pdserve.structured.child import Verdict
 from pdserve.structured.compiler import Compiler
 from sim.faults.oracle import EOS, VOCAB_SIZE, OraclePlace
 from sim.world.process import Process
@@ -104,19 +105,15 @@ class SimChild:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.has_ended = False
 
-    async def ask(self, message: bytes) -> bytes:
-        """Return the verdict on a constraint a little later. Raises `ChildEnded`."""
-        await asyncio.sleep(self._rng.choice(CHECK_S))
+    def start(self) -> None:
+        """Run already."""
+
+    def ask(self, message: bytes, timeout_s: float) -> bytes:
+        """Return the verdict on a constraint. Raises `ChildEnded`."""
         if self._rng.random() < KILLED:
-            self.has_ended = True
-            raise ChildEnded("signal 9", True, "")
+            raise ChildEnded("signal 9", was_killed=True)
         return json.dumps(("", "")).encode()
-
-    async def close(self) -> None:
-        """End the process."""
-        self.has_ended = True
 
 
 class SimChecker(GrammarChecker):
@@ -125,8 +122,8 @@ class SimChecker(GrammarChecker):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(Path(), VOCAB_SIZE, (EOS,))
         self._rng = rng
+        self._child = cast(KillableChild, SimChild(rng))
 
-    async def _started(self) -> ChildProcess:
-        self._stay_open()
-        self._child = cast(ChildProcess, SimChild(self._rng))
-        return self._child
+    async def _exchange(self, constraint: Constraint) -> Verdict:
+        await asyncio.sleep(self._rng.choice(CHECK_S))
+        return self._ask(constraint)

@@ -110,7 +110,7 @@ def test_a_refusal_names_what_is_not_supported_and_is_known_from_then_on():
     asyncio.run(run())
 
 
-READY_CODE = "import sys; sys.stdout.buffer.write(b'ready\\n'); sys.stdout.flush(); sys.stdin.buffer.read(9)"
+READY_CODE = "import sys; sys.stdout.buffer.write(bytes(8)); sys.stdout.flush(); sys.stdin.buffer.read(9)"
 STUCK = f"{READY_CODE}; import time; time.sleep(600)"
 
 
@@ -121,7 +121,7 @@ def test_a_child_that_does_not_answer_is_ended_and_the_next_one_starts(code, nam
             with pytest.raises(InvalidRequest, match=named):
                 await checker.check(GOOD)
             assert checker.child_pid is None
-            checker._command = GrammarChecker(*MODEL)._command
+            checker._child._command = GrammarChecker(*MODEL)._child._command
             checker._timeout_s = 60.0
             await checker.check(GOOD)
 

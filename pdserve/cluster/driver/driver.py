@@ -26,8 +26,8 @@ from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan
-from pdserve.cluster.router_process import environment
 from pdserve.config import ClusterConfig
+from pdserve.killable_child import environment
 from pdserve.observe.log_files import open_log
 
 COMMAND: Final = (sys.executable, "-m", "pdserve.cluster.driver.process")

@@ -22,7 +22,7 @@ from pdserve.cluster.keeping.order import StartOrder, check_settings, read_facts
 from pdserve.cluster.keeping.process import write_order
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.record import TIED, ClusterRecord, ProcessId, mark_of
-from pdserve.cluster.router_process import environment
+from pdserve.killable_child import environment
 from pdserve.worker.load_progress import LoadState
 
 COMMAND: Final = (sys.executable, "-m", "pdserve.cluster.keeping.process")

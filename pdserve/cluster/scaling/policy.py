@@ -6,7 +6,7 @@ whatever way, gives no size, so its pool keeps the one that it has. All times ar
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +21,14 @@ from pdserve.cluster.errors import Interrupted
 from pdserve.cluster.events import PolicyChanged, PolicyFault
 from pdserve.cluster.member import HOUR_S
 from pdserve.cluster.scaling.policy_child import Answer, Question
-from pdserve.cluster.scaling.policy_process import Ended, PolicyProcess
 from pdserve.core.errors import ConfigError
+from pdserve.killable_child import NO_ANSWER, ChildEnded, ChildProcess
+from pdserve.observe.log_files import empty_if_large, open_log
+from pdserve.planner.limits import MOST_WORKERS
 from pdserve.planner.policy import PolicySize, ScalingContext
 
+MODULE: Final = "pdserve.cluster.scaling.policy_child"
+ANSWER_BYTES: Final = 16 << 10  # an answer has less than 3 KiB
 START_LIMIT_S: Final = 30.0  # the import of a library for machine learning takes several seconds
 LOOK_S: Final = 0.02
 FIRST_S: Final = 1.0
@@ -50,8 +54,8 @@ class ScalingPolicy:
     def __init__(self, setting: str, name: str, timeout_s: float, log: Path, told: Told) -> None:
         """`told` hears of each new fault and of its end, with the time. `timeout_s`: the time for an answer."""
         self._setting, self._name, self._timeout_s, self._log, self._told = setting, name, timeout_s, log, told
-        self._process: PolicyProcess | None = None
-        self._killed: list[PolicyProcess] = []
+        self._process: ChildProcess | None = None
+        self._killed: list[ChildProcess] = []
         self._state = State.DOWN
         self._until_s = 0.0  # the limit of the state STARTING or ASKED, and the end of DOWN
         self._number = 0
@@ -67,7 +71,7 @@ class ScalingPolicy:
 
     def follow(self, now_s: float) -> None:
         """Take what the process says. End a process that is late. Start a process where there is none and the pause is over."""
-        self._killed = [process for process in self._killed if not process.gone()]
+        self._killed = [process for process in self._killed if not process.close(0.0)]
         if self._process is not None:
             self._hear(self._process, now_s)
         elif now_s >= self._until_s:
@@ -80,10 +84,11 @@ class ScalingPolicy:
             return
         self._number += 1
         self._state, self._until_s = State.ASKED, now_s + self._timeout_s
+        empty_if_large(self._log)
         try:
-            self._process.ask(msgspec.json.encode(Question(self._number, context)))
-        except Ended as exc:
-            self._fail(PolicyFault.ENDED, str(exc), now_s)
+            self._process.send(msgspec.json.encode(Question(self._number, context)))
+        except ChildEnded as exc:
+            self._fail(PolicyFault.ENDED, _words(exc), now_s)
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -98,15 +103,15 @@ class ScalingPolicy:
     def _start(self, now_s: float) -> None:
         self._state, self._until_s = State.STARTING, now_s + START_LIMIT_S
         try:
-            self._process = PolicyProcess(self._setting, self._name, self._log)
+            self._process = _started(self._setting, self._name, self._log)
         except OSError as exc:
             self._fail(PolicyFault.NO_PROCESS, f"no process can be started for it: {exc.strerror}", now_s)
 
-    def _hear(self, process: PolicyProcess, now_s: float) -> None:
+    def _hear(self, process: ChildProcess, now_s: float) -> None:
         try:
-            answer = process.answer()
-        except Ended as exc:
-            self._fail(PolicyFault.ENDED, str(exc), now_s)
+            answer = _answer(process)
+        except ChildEnded as exc:
+            self._fail(PolicyFault.ENDED, _words(exc), now_s)
             return
         if answer is not None:
             self._take(answer, now_s)
@@ -139,7 +144,7 @@ class ScalingPolicy:
         pause_s = self._backoff.next_delay_s(now_s)
         self._state, self._until_s = State.DOWN, now_s + (LONGEST_S if pause_s is None else pause_s)
         if self._process is not None:
-            self._process.kill()
+            self._process.close(0.0)
             self._killed.append(self._process)
             self._process = None
         self._note(fault, detail, now_s)
@@ -160,22 +165,43 @@ def check_policy(setting: str, name: str, log: Path, stop: threading.Event) -> N
     Raises `ConfigError` that names the setting, and `Interrupted` if `stop` is set meanwhile.
     """
     try:
-        process = PolicyProcess(setting, name, log)
+        process = _started(setting, name, log)
     except OSError as exc:
         raise ConfigError(f"{setting} is {name!r}, and no process can be started for it: {exc.strerror}") from exc
-    with contextlib.closing(process):
+    try:
         deadline = time.monotonic() + START_LIMIT_S
-        while (answer := _first_answer(process, setting, name, log)) is None:
+        while (answer := _answer(process)) is None:
             if stop.wait(LOOK_S):
                 raise Interrupted
             if time.monotonic() > deadline:
                 raise ConfigError(f"{setting} is {name!r}, and was not imported within {START_LIMIT_S:g} s; see {log}")
         if answer.fault:
             raise ConfigError(answer.detail)
+    except ChildEnded as exc:
+        raise ConfigError(f"{setting} is {name!r}, and cannot be imported: {_words(exc)}; see {log}") from exc
+    finally:
+        process.close()
 
 
-def _first_answer(process: PolicyProcess, setting: str, name: str, log: Path) -> Answer | None:
+def _started(setting: str, name: str, log: Path) -> ChildProcess:
+    """Start a process that imports the policy. Raises `OSError` if no process can be made."""
+    with open_log(log) as file:
+        return ChildProcess([sys.executable, "-m", MODULE, setting, name], ANSWER_BYTES, stderr=file)
+
+
+def _answer(process: ChildProcess) -> Answer | None:
+    """Return the next answer. None: there is none yet. Raises `ChildEnded`, also if the policy itself has written it."""
+    message = process.answer()
+    if message is None:
+        return None
     try:
-        return process.answer()
-    except Ended as exc:
-        raise ConfigError(f"{setting} is {name!r}, and cannot be imported: {exc}; see {log}") from exc
+        answer = msgspec.json.decode(message, type=Answer)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ChildEnded(NO_ANSWER) from exc
+    if answer.workers is not None and not 0 <= answer.workers <= MOST_WORKERS:
+        raise ChildEnded(NO_ANSWER)
+    return answer
+
+
+def _words(exc: ChildEnded) -> str:
+    return f"its process ended: {exc.how}"

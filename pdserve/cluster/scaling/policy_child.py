@@ -1,29 +1,25 @@
 """The process of one scaling policy: `python -m pdserve.cluster.scaling.policy_child SETTING MODULE:FUNCTION`.
 
-Lines of JSON come on standard input, a `Question` each, and the answers go to standard output. Before any code of the operator
-runs, both are moved to other descriptors, so that what a policy prints goes to the log. The process ends as soon as its
-input closes, whatever the policy does then: a thread reads it, and the kernel ends the process together with its parent.
+A question and its answer are JSON. Its parent may kill it at any time, whatever the policy does then, and so does the kernel
+once the parent has gone. What a policy prints goes to the log.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import operator
 import os
-import queue
 import resource
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 
 from pdserve.core.errors import ConfigError
+from pdserve.killable_child import open_channel
 from pdserve.planner.limits import MOST_WORKERS
 from pdserve.planner.policy import ScalingContext
 from pdserve.plugins import resolve
@@ -31,7 +27,6 @@ from pdserve.plugins import resolve
 MEMORY_BYTES: Final = 4 << 30
 """The private memory that a policy may have. Threads of a library for arrays take half of it on a machine with many cores."""
 FIRST_TO_GO: Final = "1000"  # the kernel ends this process first where memory runs out
-PR_SET_PDEATHSIG: Final = 1
 TEXT_CHARS: Final = 300
 USAGE_ERROR: Final = 2
 
@@ -53,23 +48,27 @@ class Answer(msgspec.Struct):
 
 
 def main() -> None:
-    """Answer questions until the input closes."""
+    """Answer questions until the parent closes the pipe."""
     setting, name = sys.argv[1:]
-    questions, answers = _moved()
-    _restrict()
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(questions, lines), daemon=True).start()
+    channel = open_channel("policy")
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     try:
         policy = resolve(name, {}, setting)
     except BaseException as exc:  # noqa: BLE001 - it is the operator's code
-        _send(answers, Answer(fault="cannot_start", detail=exc.message if isinstance(exc, ConfigError) else _words(exc)))
+        detail = exc.message if isinstance(exc, ConfigError) else _words(exc)
+        channel.send(_encoded(Answer(fault="cannot_start", detail=detail)))
         os._exit(USAGE_ERROR)
-    _send(answers, Answer())
-    while True:
-        question = msgspec.json.decode(lines.get(), type=Question)
-        answer = answer_of(policy, question.context)
-        answer.number = question.number
-        _send(answers, answer)
+
+    def answer(message: bytes) -> bytes:
+        question = msgspec.json.decode(message, type=Question)
+        size = answer_of(policy, question.context)
+        size.number = question.number
+        return _encoded(size)
+
+    channel.serve(answer, greeting=_encoded(Answer()))
+    os._exit(0)  # threads of the policy may go on
 
 
 def answer_of(policy: Callable[[ScalingContext], Any], context: ScalingContext) -> Answer:
@@ -87,33 +86,9 @@ def answer_of(policy: Callable[[ScalingContext], Any], context: ScalingContext) 
     return Answer(fault="not_a_size", detail=f"it returned {_shown(value)}, not a whole number from 0 to {MOST_WORKERS}")
 
 
-def _moved() -> tuple[BinaryIO, BinaryIO]:
-    """Return the input and the output under other descriptors. The first two become an empty input and the log."""
-    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return questions, answers
-
-
-def _restrict() -> None:
-    """Let the kernel end this process with its parent, and bound its memory."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-
-
-def _read(questions: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
-    for line in questions:
-        lines.put(line)
-    os._exit(0)  # the parent has closed the input, or is gone
-
-
-def _send(answers: BinaryIO, answer: Answer) -> None:
+def _encoded(answer: Answer) -> bytes:
     answer.detail = answer.detail[:TEXT_CHARS]
-    answers.write(msgspec.json.encode(answer) + b"\n")
+    return msgspec.json.encode(answer)
 
 
 def _words(exc: BaseException) -> str:

@@ -43,7 +43,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
 def children() -> list[str]:
     found = [processes.command(each) for each in processes.descendants(os.getpid())]
-    return [each for each in found if "policy_child" in each]
+    return [each for each in found if "policy" in each]
 
 
 def run(here: World, seconds: int = 60) -> None:

@@ -58,7 +58,7 @@ def test_the_example_follows_the_queue(run_command: type[Command], short_tmp: Pa
     command.wait_for(r"prefill-2 [^\n]*ready")
     queued.write_text("0")
     command.wait_for(r"prefill 2 -> 1: The policy scaling_policy:prefill_workers wants 1 prefill worker\.")
-    policies = [each for each in command.seen if "policy_child" in processes.command(each)]
+    policies = [each for each in command.seen if "pdserve: policy" in processes.command(each)]
     assert policies
     os.kill(command.child.pid, signal.SIGKILL)
     assert not processes.wait_gone(policies, 60.0)
