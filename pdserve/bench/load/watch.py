@@ -17,7 +17,7 @@ class LoadWatch(Protocol):
     """A function that the generator calls with each finished row, in the order in which requests end."""
 
     def __call__(self, row: BenchRow) -> bool:
-        """Take a row. True ends the run: nothing more is sent, and what still runs is cut off (`Row.cut`)."""
+        """Take a row. True ends the run: nothing more is sent, and what still runs is cut off (`BenchRow.cut`)."""
 
 
 def watch_nothing(row: BenchRow) -> bool:

@@ -240,7 +240,7 @@ class InvariantAttention:
         return hidden
 
     def _stale(self, sources: list[list[int]], ends: list[int]) -> Tensor:
-        """Return `Work.stale`: positions that the sequence has not written, which may hold anything, even NaN.
+        """Return `AttentionWork.stale`: positions that the sequence has not written, which may hold anything, even NaN.
 
         These are the rest of its last block, wherever this block stands. sources: those of each tile. ends: the position after
         the last token of each tile's sequence.

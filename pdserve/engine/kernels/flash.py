@@ -129,7 +129,7 @@ def attend(
     `begin` is a multiple of TILE_N. query, query_rest: the results of `load_query`. position: [rows] int32, the position of
     each row's token. maximum, total: [rows] float32, the maximum in units of log2. acc: [rows, V_DIM] float32, not yet
     divided by total. key, value: pointers to the layer and head. key_scales, value_scales: pointers to the layer. table: the
-    sequence's block ids. score_factor, cap_factor: `AttentionShape.factors`.
+    sequence's block ids. score_factor, cap_factor: `KernelShape.factors`.
 
     With a REST, keys have REST numbers after the first HEAD_DIM, and these first numbers are the values as well: they are
     read once. WINDOW: a token sees the last WINDOW positions, its own included; 0 means all up to its own. Unless MASKED,
