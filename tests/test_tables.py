@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from pdserve.core import blocks, lease, reader
 from pdserve.engine.schedule import sequence
-from router.core.machines import request_machine, work_machine
+from router.core import request_machine, work_machine
 from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
 from tests.engine.schedule import test_scheduler_machine
 from tests.router.core import test_core_faults, test_core_machine

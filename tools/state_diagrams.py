@@ -16,8 +16,8 @@ from tools import generated_doc
 
 TARGET: Final = "docs/state-machines.md"
 MACHINES: Final = {
-    "Request": "router.core.machines.request_machine",
-    "Work on a worker": "router.core.machines.work_machine",
+    "Request": "router.core.request_machine",
+    "Work on a worker": "router.core.work_machine",
     "Lease": "pdserve.core.lease",
     "Reader": "pdserve.core.reader",
     "Block": "pdserve.core.blocks",

@@ -22,7 +22,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
-from router.core.policy.draws import splitmix64
+from router.core.policy import splitmix64
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of
 

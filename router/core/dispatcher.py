@@ -21,16 +21,15 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import Effects, EffectsThen, SendBind, SendPrefill
 from router.core.live_request import LiveRequest
-from router.core.machines.request_machine import RequestEvent
-from router.core.placer import Placer
-from router.core.policy.decider import Reason
-from router.core.policy.shortlist import Why
-from router.core.pools.pools import Pools
+from router.core.placer import Placer, Reason
+from router.core.policy import Why
+from router.core.pools import Pools
 from router.core.probe_book import ProbeBook
-from router.core.queue.turn import Turn
 from router.core.registry import Worker
+from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
 from router.core.story import StoryKind
+from router.core.turns import Turn
 from router.core.waiting import Kind
 
 _E = RequestEvent

@@ -11,16 +11,16 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Reserved, SendAttach
-from router.core.forecast.transfers import Transfers
-from router.core.health.health import Health
+from router.core.forecast import Transfers
+from router.core.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
-from router.core.machines.request_machine import RequestEvent, RequestState
-from router.core.machines.work_machine import WorkEvent, WorkState
 from router.core.pairs import Pairs
 from router.core.recovery import Cost, Recovery
+from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
 from router.core.story import StoryKind
 from router.core.tokens import Tokens
+from router.core.work_machine import WorkEvent, WorkState
 
 _S, _E, _W = RequestState, RequestEvent, WorkEvent
 

@@ -1,15 +1,16 @@
 """Placement: the placer picks a worker by the policies from the pools. It decides, and changes nothing but the turns of
 workers.
 
-A choice looks at a shortlist (`router.core.policy.shortlist`), so it costs the same in a pool of any size.
+A choice looks at a shortlist (`router.core.policy`), so it costs the same in a pool of any size.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from pdserve.config import RouterConfig
@@ -19,24 +20,219 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
-from router.core.forecast.outputs import ExpectedOutputs
-from router.core.forecast.prediction import Outlook
-from router.core.forecast.scout import Scout
-from router.core.health.health import Health
+from router.core.forecast import ExpectedOutputs, Outlook, Transfers
+from router.core.health import Health
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.decider import Reason, decide
-from router.core.policy.draws import draw
-from router.core.policy.picker import pick
-from router.core.policy.ranking import BUILT_IN, Ranking, Rankings
-from router.core.policy.shortlist import Why, why
-from router.core.pools.pool import Ask, Pool
-from router.core.pools.pools import Pools
+from router.core.policy import (
+    BUILT_IN,
+    Candidate,
+    Ranking,
+    Rankings,
+    RequestView,
+    Shortlist,
+    Why,
+    compute_s,
+    draw,
+    pick,
+    prompt_wait_s,
+    ttft_s,
+    uncached_tokens,
+    why,
+)
+from router.core.pools import Ask, Pool, Pools
 from router.core.prefix_index import Held, PrefixIndex
-from router.core.queue.turn import FIRST, Turn
 from router.core.registry import Registry, Worker
+from router.core.turns import FIRST, Turn
 from router.core.waiting import Kind, newcomer, size_of
+
+# The decision where the prompt is computed -----------------------------------------------------------------------
+#
+# The decision where a request's prompt is computed, and the reason for it. Metrics count the reasons.
+#
+# The rules come first: what the client asks for, the settings, and what the pools can do (`decide`). A request that the rules
+# leave free is weighed by predicted cost (`weigh`).
+
+
+MARGIN_S: Final = 0.02
+"""A prompt moves to the decode worker only for a larger gain: about one decode step. Predictions leave out steps that run now
+and messages, so a smaller gain is noise. Tiny prompts on an idle cluster thus stay disaggregated, and decisions do not flap."""
+
+
+class Reason(Enum):
+    """The reason for a placement, as reports and metrics name it."""
+
+    REQUESTED = "requested"
+    CONFIGURED = "configured"
+    PREFILL_POOL_EMPTY = "prefill_pool_empty"
+    PAIRS_SET_ASIDE = "pairs_set_aside"
+    VERSIONS_DIFFER = "versions_differ"
+    """No two workers speak a common version of the protocol between workers."""
+    SHORT_PROMPT = "short_prompt"
+    PREFILL_QUEUE = "prefill_queue"
+    """The prompt would wait too long on the prefill worker."""
+    PREFILL_SLOW = "prefill_slow"
+    """The prefill worker computes too slowly."""
+    CACHED_SUFFIX = "cached_suffix"
+    """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
+    SIBLING = "sibling"
+    """The decode worker has the KV of the request's leader, which has the same prompt."""
+    TRANSFER = "transfer"
+    """The KV would take too long to move."""
+    SUSPECT = "suspect"
+    """Workers died while they computed the request, so one decode worker computes all of it, and nothing else."""
+    DEFAULT = "default"
+
+
+_NO_PAIR: Final = {
+    Reason.PAIRS_SET_ASIDE: "every pair of workers is set aside",
+    Reason.VERSIONS_DIFFER: "no prefill worker and decode worker speak a common version (`pdserve status` shows the versions)",
+}
+
+
+def decide(
+    asked: Placement | None,
+    configured: Placement,
+    *,
+    prompt_tokens: int,
+    colocate_below_tokens: int,
+    has_prefill: bool,
+    has_pair: bool = True,
+    no_pair: Reason = Reason.PAIRS_SET_ASIDE,
+) -> tuple[Placement, Reason]:
+    """Return disaggregated or colocated, never AUTO. `has_pair`: KV may go from some prefill worker to some decode worker.
+    `no_pair` is the reason if it may not.
+
+    Raises `Unavailable` when disaggregation is demanded and there is no prefill worker or no pair.
+    """
+    explicit = asked is not None and asked is not Placement.AUTO
+    wanted = asked if asked is not None else configured
+    why = Reason.REQUESTED if explicit else Reason.CONFIGURED
+    if wanted is Placement.COLOCATED:
+        return Placement.COLOCATED, why
+    if wanted is Placement.DISAGGREGATED:
+        if not has_prefill:
+            raise Unavailable(f"placement is disaggregated ({why.value}) and no prefill worker is ready")
+        if not has_pair:
+            raise Unavailable(f"placement is disaggregated ({why.value}) and {_NO_PAIR[no_pair]}")
+        return Placement.DISAGGREGATED, why
+    if not has_prefill:
+        return Placement.COLOCATED, Reason.PREFILL_POOL_EMPTY
+    if prompt_tokens < colocate_below_tokens:
+        return Placement.COLOCATED, Reason.SHORT_PROMPT
+    if not has_pair:
+        return Placement.COLOCATED, no_pair
+    return Placement.DISAGGREGATED, Reason.DEFAULT
+
+
+def weigh(decoder: Candidate, lender: Candidate, prompt_tokens: int, exposed_s: float | None) -> Reason | None:
+    """Return why the decode worker should compute the prompt of `prompt_tokens` itself. None: the prefill worker should, or the
+    costs are unknown.
+
+    The cost of each way is in seconds, of the request and of those that it delays. Disaggregated: the wait and the computation
+    on the prefill worker, and the transfer that the second token waits for (`exposed_s`, None for unknown). Colocated: the wait
+    and the computation on the decode worker, and the same computation once more for each sequence that decodes there, because
+    all of them stand still for that time. At least one is counted: the worker is for decoding, and others will come.
+    """
+    queue_there_s, compute_there_s = prompt_wait_s(lender), compute_s(lender, prompt_tokens)
+    queue_here_s, compute_here_s = prompt_wait_s(decoder), compute_s(decoder, prompt_tokens)
+    if exposed_s is None or queue_there_s is None or compute_there_s is None or queue_here_s is None or compute_here_s is None:
+        return None
+    harm_s = compute_here_s * max(1, decoder.running)
+    saved_s = {
+        Reason.PREFILL_QUEUE: queue_there_s - queue_here_s,
+        Reason.TRANSFER: exposed_s,
+        _compute_reason(decoder, lender): compute_there_s - compute_here_s,
+    }
+    if sum(saved_s.values()) - harm_s <= MARGIN_S:
+        return None
+    return max(saved_s, key=lambda reason: saved_s[reason])
+
+
+def _compute_reason(decoder: Candidate, lender: Candidate) -> Reason:
+    return Reason.CACHED_SUFFIX if decoder.cached_tokens > lender.cached_tokens else Reason.PREFILL_SLOW
+
+
+# The scout -------------------------------------------------------------------------------------------------------
+#
+# The scout tells what workers would take for a request. It picks nothing.
+
+
+SOONEST: Final = Shortlist(least_loaded=1, holders=1)
+"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
+
+
+class Scout:
+    """Looks at single workers for single requests. The pools must be up to date."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, pools: Pools, index: PrefixIndex) -> None:
+        self.transfers = Transfers()
+        """The measured cost of handoffs."""
+        self._registry = registry
+        self._pools = pools
+        self._index = index
+        self._walks: dict[Role, tuple[LiveRequest, int, Held]] = {}
+        """The last walk of each role, with the request and the state of the index that it belongs to."""
+        self._below_tokens = config.colocate_below_tokens
+        self._by_cost = config.colocate_by_cost
+
+    def soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
+        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. None: no worker may
+        take the request."""
+        held = self.held(role, request)
+        near = [] if held is None else held.longest(SOONEST.holders)
+        links = self._pools.of(role).shortlist(SOONEST, ask, near, 0)
+        return min(self._rows(role, request, links, held), key=lambda row: _order(row, request.work_len), default=None)
+
+    def row(self, request: LiveRequest, worker: Worker) -> Candidate:
+        """Return the row of a worker, with what it holds of the request's prompt."""
+        role = worker.hello.role
+        return self._rows(role, request, [worker.link], self.held(role, request))[0]
+
+    def local_reason(self, request: LiveRequest, reader: Candidate, lending: Ask) -> Reason | None:
+        """Return why a decode worker should compute the prompt of a request that may be placed freely. None: it should not.
+        `lending` describes the prefill workers that could compute it instead."""
+        uncached = uncached_tokens(reader, request.work_len)
+        if uncached < self._below_tokens:
+            return Reason.SHORT_PROMPT
+        worker = self._registry.get(reader.link)
+        if not self._by_cost or not reader.prompt_tokens_per_s or worker is None:
+            return None
+        lender = self.soonest(Role.PREFILL, request, lending)
+        exposed_s = self.transfers.exposed_s(uncached * worker.hello.kv_bytes_per_token)
+        return None if lender is None else weigh(reader, lender, request.work_len, exposed_s)
+
+    def with_cached(self, row: Candidate, request: LiveRequest, held: Held | None) -> Candidate:
+        """Return a row with the tokens of the request's prompt that the worker holds."""
+        blocks = 0 if held is None else held.blocks(row.link)
+        worker = self._registry.get(row.link) if blocks else None
+        if worker is None:
+            return row
+        return row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
+
+    def held(self, role: Role, request: LiveRequest) -> Held | None:
+        """Return who of a role holds which part of the request's prompt. One event asks for it several times. None: the keys of
+        the prompt are unknown."""
+        if not request.prefix_keys:
+            return None
+        walk = self._walks.get(role)
+        if walk is None or walk[0] is not request or walk[1] != self._index.changes:
+            walk = self._walks[role] = request, self._index.changes, self._index.walk(request.prefix_keys, role)
+        return walk[2]
+
+    def _rows(self, role: Role, request: LiveRequest, links: Iterable[LinkId], held: Held | None) -> list[Candidate]:
+        pool = self._pools.of(role)
+        return [self.with_cached(pool.row(link), request, held) for link in links]
+
+
+def _order(row: Candidate, prompt_tokens: int) -> tuple[bool, float, float]:
+    """Sort workers by their predicted TTFT. Those without a rate come last, by their load."""
+    soon_s = ttft_s(row, prompt_tokens)
+    return soon_s is None, soon_s or 0.0, row.load
+
+
+# The placer ------------------------------------------------------------------------------------------------------
+
 
 MAX_SCORES: Final = 16
 SITTING_OUT: Final = 1
@@ -472,9 +668,9 @@ def shared_tokens(request: LiveRequest, worker: Worker) -> int:
 def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:
     """Return the time that is left for the first token, and the target for the time between tokens. None: there is no such
     target, or a worker of the role does not decide about it."""
-    ttft_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
+    target_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s
     if role is Role.PREFILL:
         tpot_s = None
-    if ttft_s is None or (role is Role.DECODE and not local):
+    if target_s is None or (role is Role.DECODE and not local):
         return None, tpot_s
-    return request.times.arrived_s + ttft_s - now_s, tpot_s
+    return request.times.arrived_s + target_s - now_s, tpot_s

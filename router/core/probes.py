@@ -25,8 +25,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, LinkId, Submit
 from router.core.live_request import LiveRequest, Probe
 from router.core.pairs import Pairs
-from router.core.placer import Placer
-from router.core.policy.decider import Reason
+from router.core.placer import Placer, Reason
 from router.core.probe_book import ProbeBook
 from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.requests import Requests

@@ -6,7 +6,8 @@ emitted. Each happens exactly once, because all three happen in `_forget`, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, PdserveError
@@ -14,22 +15,61 @@ from pdserve.core.ids import Handle, RequestId
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
 from pdserve.observe.story import Value
-from router.core.deadlines import Deadlines
+from router.core.demand import Demand
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.forecast.outputs import ExpectedOutputs
+from router.core.forecast import ExpectedOutputs
 from router.core.ledger import Ledger, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
-from router.core.machines.request_machine import RequestEvent, RequestState
-from router.core.machines.work_machine import WorkMachine, WorkState
-from router.core.pools.sessions import Sessions
+from router.core.pools import Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
-from router.core.queue.demand import Demand
-from router.core.queue.limits import SHED, QueueLimits
-from router.core.queue.turn import Turn
+from router.core.queue_limits import SHED, QueueLimits
 from router.core.registry import Registry, Worker
+from router.core.request_machine import RequestEvent, RequestState
 from router.core.story import RequestStory, Stories, StoryKind
+from router.core.turns import Turn
 from router.core.waiting import WaitingRequests
+from router.core.work_machine import WorkMachine, WorkState
+
+# Deadlines -------------------------------------------------------------------------------------------------------
+#
+# The deadlines of live requests, soonest first.
+
+
+STALE_MIN: Final = 1024
+"""Ended requests leave stale deadlines in the heap. The heap is rebuilt when it holds this many more than twice the live
+requests."""
+
+
+class Deadlines:
+    """A heap of the deadlines of `requests`."""
+
+    def __init__(self, requests: Mapping[RequestId, LiveRequest]) -> None:
+        self._requests = requests
+        self._heap: list[tuple[float, int, RequestId]] = []
+
+    def __len__(self) -> int:
+        """Return the number of deadlines in the heap, including those of ended requests."""
+        return len(self._heap)
+
+    def add(self, request: LiveRequest) -> None:
+        """Add the deadline of a live request."""
+        heapq.heappush(self._heap, (request.deadline_s, request.arrival, request.request_id))
+
+    def passed(self, *, now_s: float) -> Iterator[LiveRequest]:
+        """Yield the live requests whose deadline has passed, each once."""
+        while self._heap and self._heap[0][0] <= now_s:
+            _, arrival, request_id = heapq.heappop(self._heap)
+            request = self._requests.get(request_id)
+            if request is not None and request.arrival == arrival:
+                yield request
+        if len(self._heap) > 2 * len(self._requests) + STALE_MIN:
+            self._heap = [(r.deadline_s, r.arrival, r.request_id) for r in self._requests.values()]
+            heapq.heapify(self._heap)
+
+
+# Requests --------------------------------------------------------------------------------------------------------
+
 
 _S, _E = RequestState, RequestEvent
 _T = TypeVar("_T")

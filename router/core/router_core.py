@@ -60,27 +60,26 @@ from router.core.events import (
     WorkerLeft,
     WorkerLost,
 )
-from router.core.forecast.forecaster import Forecaster
+from router.core.fair_slots import FairSlots
+from router.core.forecaster import Forecaster
 from router.core.handoff import Handoff
-from router.core.health.health import Health
+from router.core.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
-from router.core.machines.request_machine import RequestEvent
-from router.core.moves.fair_slots import FairSlots
-from router.core.moves.migration import Migration
-from router.core.moves.suspects import Suspects
+from router.core.migration import Migration
 from router.core.pairs import Pairs
 from router.core.placer import Placer
-from router.core.policy.ranking import BUILT_IN, Rankings
-from router.core.pools.pools import Pools
+from router.core.policy import BUILT_IN, Rankings
+from router.core.pools import Pools
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
-from router.core.queue.derived import DerivedLimits
-from router.core.queue.limits import QueueLimits
+from router.core.queue_limits import DerivedLimits, QueueLimits
 from router.core.recovery import Recovery
 from router.core.registry import Registry, Worker
+from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
 from router.core.story import RequestStory, StoryKind
+from router.core.suspects import Suspects
 from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests
 

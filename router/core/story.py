@@ -15,7 +15,7 @@ from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.worker import Role, WorkerHello
 from pdserve.observe.story import Story, StoryRing, Value
 from router.core.events import Submit
-from router.core.machines.request_machine import RequestState
+from router.core.request_machine import RequestState
 
 MAX_STORIES: Final = 512
 MAX_ENTRIES: Final = 8192

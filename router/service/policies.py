@@ -17,14 +17,23 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 from pdserve.plugins import resolve
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.ranking import BUILT_IN, Policy, Ranking, Rankings, Scorer, ranking_of
-from router.core.policy.shortlist import EVERYONE, Shortlist
+from router.core.policy import (
+    BUILT_IN,
+    EVERYONE,
+    Candidate,
+    Policy,
+    Ranking,
+    Rankings,
+    RequestView,
+    Scorer,
+    Shortlist,
+    ranking_of,
+)
 
 logger = logging.getLogger(__name__)
 
 BUILTINS: Final = {
-    name: f"router.core.policy.{name}:score"
+    name: f"router.core.policy:{name}"
     for name in ("prefix_aware", "session_affinity", "goodput", "least_loaded", "power_of_two", "round_robin", "random")
 }
 MAX_LOGGED: Final = 16

@@ -6,7 +6,7 @@ from typing import Final, cast
 
 from pdserve.core.errors import ContextOverflow, InvalidRequest
 from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
-from router.core.queue.flows import Path
+from router.core.turns import Path
 from router.service.chat_text import chat_chars, chat_parts, chat_text
 from router.service.limits import LengthLimit
 from router.service.loop_time.serial_thread import SerialThread

@@ -20,7 +20,7 @@ from pdserve.core.slo import BUILT_IN, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core import events as ev
-from router.core.policy.ranking import Rankings
+from router.core.policy import Rankings
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of
 from sim.perf.clock import Clock

@@ -12,7 +12,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.codec import logprobs_to_wire
 from pdserve.rpc.v1 import link_pb2
-from router.core.output import delta_of
+from router.core.live_request import delta_of
 
 SPEC = RequestSpec((5, 6, 7), SamplingParams(prompt_logprobs=1))
 SCORES = tuple(TokenLogprobs(-float(i), ((i, -float(i)),)) for i in (1, 2))

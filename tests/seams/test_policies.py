@@ -21,17 +21,23 @@ import sim.faults.router
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from router.core.events import LinkId
-from router.core.policy import least_loaded, prefix_aware
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.picker import pick
-from router.core.policy.ranking import ranking_of
-from router.core.policy.shortlist import EVERYONE, Shortlist, shortlisted
+from router.core.policy import (
+    EVERYONE,
+    Candidate,
+    RequestView,
+    Shortlist,
+    least_loaded,
+    pick,
+    prefix_aware,
+    ranking_of,
+    shortlisted,
+)
 from router.service.policies import BUILTINS, MAX_LOGGED, GuardedPolicy, rankings_of
 from sim.faults.run import run_seed
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 REQUEST = RequestView(10, 20)
-FALLBACK = ranking_of("least_loaded", least_loaded.score).scores
+FALLBACK = ranking_of("least_loaded", least_loaded).scores
 
 pools = st.lists(
     st.builds(
@@ -64,7 +70,7 @@ def test_a_built_in_policy_is_chosen_by_its_name_with_its_shortlist() -> None:
     counted: list[tuple[str, str]] = []
     default = rankings_of(RouterConfig(), lambda *fault: counted.append(fault))
     assert {default.prefill.name, default.decode.name} == {"prefix_aware"}
-    assert default.prefill.scores([BASE], REQUEST) == [prefix_aware.score(BASE, REQUEST)]
+    assert default.prefill.scores([BASE], REQUEST) == [prefix_aware(BASE, REQUEST)]
     for name in BUILTINS:
         named = rankings_of(RouterConfig(prefill_policy=name, decode_policy=name), lambda *fault: counted.append(fault))
         assert (named.prefill.name, named.decode.name) == (name, name)

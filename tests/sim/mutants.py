@@ -24,9 +24,8 @@ from pdserve.rpc.numbering import Incoming
 from pdserve.worker.engine_view import EngineWatch
 from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
-from router.core.deadlines import Deadlines
 from router.core.live_request import LiveRequest
-from router.core.requests import Requests
+from router.core.requests import Deadlines, Requests
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.core.moves.suspects import Suspects
-from router.core.recovery import Cost, Recovery
-from router.core.retry import RetryBucket
+from router.core.recovery import Cost, Recovery, RetryBucket
+from router.core.suspects import Suspects
 from sim.faults.run import RunReport, run_with_lost_workers, run_with_sick_workers
 from tests.sim.mutants import Mutant
 

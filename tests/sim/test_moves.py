@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.core.events import SendCancel
-from router.core.moves.migration import Migration
+from router.core.migration import Migration
 from router.core.requests import Requests
 from router.core.router_core import RouterCore
 from sim.faults.run import RunReport, run_with_moves

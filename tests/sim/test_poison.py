@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.core.live_request import LiveRequest
-from router.core.moves.suspects import Suspects
+from router.core.suspects import Suspects
 from sim.faults.run import RunReport, run_with_poison
 from sim.faults.watch import MAX_ENDED
 from tests.sim.mutants import Mutant
@@ -53,7 +53,7 @@ def a_suspect_fails_without_a_trial(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_trial_begins_beside_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("router.core.moves.suspects._harmless", lambda work: True)
+    patch.setattr("router.core.suspects._harmless", lambda work: True)
 
 
 def a_conviction_is_forgotten(patch: pytest.MonkeyPatch) -> None:

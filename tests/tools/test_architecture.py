@@ -111,6 +111,6 @@ def test_what_has_moved_or_was_renamed_is_found():
     """The checks above see a path that is not there and a name that is not defined."""
     (moved, base), *_ = paths_of("| `router/no_such_file.py` `Requests` |")
     assert not exists(moved, base)
-    assert exists("policy/", "router/core/")
+    assert exists("grpc/", "router/")
     assert cited("`a/b.py` `C.d`, `E`; `f/g.py` `h`") == [("a/b.py", "C.d"), ("a/b.py", "E"), ("f/g.py", "h")]
     assert names_in("class C:\n  x: int\n  def d(self): ...\nE: int = 1\nF = 2") == {"C", "C.x", "C.d", "E", "F"}

@@ -1,6 +1,6 @@
 """The order in which pieces of work get a thread that does one at a time. Pure.
 
-Clients, their connections and their calls take turns by fair queueing, as waiting requests do (`router.core.queue.flows`). The
+Clients, their connections and their calls take turns by fair queueing, as waiting requests do (`router.core.turns`). The
 size of a piece is known before it begins, so small ones may pass: the flow is next whose tag plus `PASSING` times its smallest
 piece is lowest. Tags rise with service, so the work that passes a large piece is bounded.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.ids import RequestId
-from router.core.queue.flows import Flows, Path
+from router.core.turns import Flows, Path
 
 LEVELS: Final = 3  # clients, connections, calls
 PASSING: Final = 8

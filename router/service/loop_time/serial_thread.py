@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pdserve.core.errors import Overloaded, Unavailable
-from router.core.queue.flows import Path
+from router.core.turns import Path
 from router.service.loop_time.fair_turns import FairTurns, Piece
 
 T = TypeVar("T")

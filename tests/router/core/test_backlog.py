@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.core.ids import Handle
-from router.core.forecast.backlog import Backlog
+from router.core.registry import Backlog
 
 
 class BacklogMachine(RuleBasedStateMachine):

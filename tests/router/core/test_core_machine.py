@@ -26,7 +26,7 @@ from pdserve.core.slo import DEFAULT_CLASS, ClassDemand, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core import events as ev
-from router.core.moves.migration import FINISH_TOKENS
+from router.core.migration import FINISH_TOKENS
 
 from ..core_peers import Peer, Stage, row
 

@@ -13,7 +13,7 @@ from pdserve.core.sampling import Placement
 from pdserve.core.slo import ClassDemand, SloClass
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.machines.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
+from router.core.request_machine import LIVE, TERMINAL, TRANSITIONS, RequestEvent, RequestMachine, RequestState
 from router.core.waiting import LEVEL_S
 
 from ..core_peers import Stage, row

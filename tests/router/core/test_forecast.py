@@ -10,13 +10,11 @@ from hypothesis import example, given
 
 from pdserve.core.errors import Overloaded
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from router.core import policy
 from router.core.events import LinkId
-from router.core.forecast import times
-from router.core.forecast.prediction import Prediction, check_target, predict
-from router.core.forecast.transfers import Transfers
-from router.core.policy import goodput
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.queue.limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
+from router.core.forecast import Prediction, Transfers, check_target, predict, queue_wait_s
+from router.core.policy import Candidate, RequestView, goodput
+from router.core.queue_limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 
 BASE = Candidate(LinkId(1), 1000, 0, 4, 0, 64, suspect=False, refused=False, prompt_tokens_per_s=100.0, decode_step_s=0.02)
 RATES = st.one_of(st.just(0.0), st.floats(0.01, 1e6))
@@ -74,38 +72,38 @@ def worse(worker: Candidate, more: int) -> list[Candidate]:
 
 def test_a_first_token_waits_for_the_queue_and_for_what_is_not_cached() -> None:
     worker = BASE._replace(queued_tokens=50, cached_tokens=30)
-    assert times.prompt_wait_s(worker) == pytest.approx(0.5)
-    assert times.compute_s(worker, 40) == pytest.approx(0.1)
-    assert times.ttft_s(worker, 40) == pytest.approx(0.6)
-    assert times.compute_s(worker, 30) == pytest.approx(0.01)  # the last token is computed even if its KV is there
+    assert policy.prompt_wait_s(worker) == pytest.approx(0.5)
+    assert policy.compute_s(worker, 40) == pytest.approx(0.1)
+    assert policy.ttft_s(worker, 40) == pytest.approx(0.6)
+    assert policy.compute_s(worker, 30) == pytest.approx(0.01)  # the last token is computed even if its KV is there
 
 
 def test_a_step_with_the_sequences_that_it_was_measured_with_takes_what_was_measured() -> None:
-    assert times.tpot_s(BASE._replace(running=7, step_sequences=8)) == BASE.decode_step_s
-    assert times.tpot_s(BASE._replace(running=71, step_sequences=8)) == pytest.approx(BASE.decode_step_s * 136 / 72)
+    assert policy.tpot_s(BASE._replace(running=7, step_sequences=8)) == BASE.decode_step_s
+    assert policy.tpot_s(BASE._replace(running=71, step_sequences=8)) == pytest.approx(BASE.decode_step_s * 136 / 72)
 
 
 def test_unknown_rates_give_no_number_and_nothing_takes_no_time() -> None:
     unknown = BASE._replace(prompt_tokens_per_s=0.0, decode_step_s=0.0, queued_tokens=5)
-    assert times.prompt_wait_s(unknown) is None
-    assert times.ttft_s(unknown, 10) is None
-    assert times.tpot_s(unknown) is None
-    assert times.prompt_wait_s(unknown._replace(queued_tokens=0)) == 0.0
-    assert times.compute_s(unknown._replace(queued_tokens=0), 1) is None
-    assert times.total(1.0, None) is None
-    assert times.total() == 0.0
+    assert policy.prompt_wait_s(unknown) is None
+    assert policy.ttft_s(unknown, 10) is None
+    assert policy.tpot_s(unknown) is None
+    assert policy.prompt_wait_s(unknown._replace(queued_tokens=0)) == 0.0
+    assert policy.compute_s(unknown._replace(queued_tokens=0), 1) is None
+    assert policy.total(1.0, None) is None
+    assert policy.total() == 0.0
 
 
 def test_a_place_in_the_queue_costs_one_end_of_a_request_for_each_ahead_and_one_more() -> None:
-    assert times.queue_wait_s(9, 5.0) == pytest.approx(2.0)
-    assert times.queue_wait_s(0, 5.0) == pytest.approx(0.2)
-    assert times.queue_wait_s(9, 0.0) is None
+    assert queue_wait_s(9, 5.0) == pytest.approx(2.0)
+    assert queue_wait_s(0, 5.0) == pytest.approx(0.2)
+    assert queue_wait_s(9, 0.0) is None
 
 
 @given(workers, st.integers(1, 4096), st.integers(1, 1000))
 def test_predictions_never_fall_with_more_work(worker: Candidate, prompt_tokens: int, more: int) -> None:
     for busier in worse(worker, more):
-        for foresee in (lambda w: times.ttft_s(w, prompt_tokens), times.tpot_s):
+        for foresee in (lambda w: policy.ttft_s(w, prompt_tokens), policy.tpot_s):
             now, then = foresee(worker), foresee(busier)
             assert (now is None) == (then is None)
             assert now is None or then is None or (then >= now >= 0 and math.isfinite(then))
@@ -151,18 +149,18 @@ def test_transfers_follow_a_link_that_becomes_slower() -> None:
 
 @given(workers, requests)
 def test_goodput_scores_lie_in_0_and_1(worker: Candidate, request: RequestView) -> None:
-    assert 0 < goodput.score(worker, request) <= 1
+    assert 0 < goodput(worker, request) <= 1
 
 
 @given(workers, requests, st.integers(1, 1000))
 def test_more_work_never_scores_higher(worker: Candidate, request: RequestView, more: int) -> None:
     for busier in worse(worker, more):
-        assert goodput.score(busier, request) <= goodput.score(worker, request)
+        assert goodput(busier, request) <= goodput(worker, request)
 
 
 def met(worker: Candidate, request: RequestView) -> int:
     """Count the targets that the request meets there. Both rates are known, and the request has both targets."""
-    ttft_s, tpot_s = times.ttft_s(worker, request.prompt_tokens), times.tpot_s(worker)
+    ttft_s, tpot_s = policy.ttft_s(worker, request.prompt_tokens), policy.tpot_s(worker)
     assert ttft_s is not None
     assert tpot_s is not None
     assert request.ttft_left_s is not None
@@ -173,7 +171,7 @@ def met(worker: Candidate, request: RequestView) -> int:
 @given(measured, measured, demanding)
 def test_a_worker_that_meets_more_targets_scores_higher(one: Candidate, other: Candidate, request: RequestView) -> None:
     if met(one, request) > met(other, request):
-        assert goodput.score(one, request) > goodput.score(other, request)
+        assert goodput(one, request) > goodput(other, request)
 
 
 def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> None:
@@ -187,21 +185,21 @@ def test_goodput_prefers_slack_then_the_unknown_then_the_least_lateness() -> Non
         BASE._replace(queued_tokens=210),
         BASE._replace(queued_tokens=110, decode_step_s=0.04),
     ]
-    scores = [goodput.score(worker, request) for worker in order]
+    scores = [goodput(worker, request) for worker in order]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == len(scores)
 
 
 def test_a_request_that_is_late_already_still_takes_the_shorter_queue() -> None:
     late = RequestView(100, 100, ttft_left_s=-3.0)
-    assert goodput.score(BASE, late) > goodput.score(BASE._replace(queued_tokens=1), late)
+    assert goodput(BASE, late) > goodput(BASE._replace(queued_tokens=1), late)
 
 
 @given(workers, workers, st.integers(1, 4096))
 def test_without_targets_the_load_decides(one: Candidate, other: Candidate, prompt_tokens: int) -> None:
     request = RequestView(prompt_tokens, prompt_tokens)
     if one.load < other.load:
-        assert goodput.score(one, request) >= goodput.score(other, request)
+        assert goodput(one, request) >= goodput(other, request)
 
 
 VOICE = SloClass("voice", ttft_s=0.5)

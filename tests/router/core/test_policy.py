@@ -13,13 +13,24 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import LinkId
-from router.core.policy import goodput, least_loaded, power_of_two, prefix_aware, random, round_robin
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.decider import Reason, decide
-from router.core.policy.draws import draw
-from router.core.policy.picker import pick
-from router.core.policy.ranking import ranking_of
-from router.core.policy.shortlist import EVERYONE, Shortlist, Why, why
+from router.core.placer import Reason, decide
+from router.core.policy import (
+    EVERYONE,
+    Candidate,
+    RequestView,
+    Shortlist,
+    Why,
+    draw,
+    goodput,
+    least_loaded,
+    pick,
+    power_of_two,
+    prefix_aware,
+    random,
+    ranking_of,
+    round_robin,
+    why,
+)
 
 BASE = Candidate(LinkId(1), 100, 0, 4, 0, 64, suspect=False, refused=False)
 
@@ -71,7 +82,7 @@ def test_forced_disaggregation_without_a_prefill_pool_is_unavailable() -> None:
             decide(asked, configured, prompt_tokens=1, colocate_below_tokens=0, has_prefill=False)
 
 
-BUILT_IN_SCORES = [module.score for module in (goodput, least_loaded, power_of_two, prefix_aware, random, round_robin)]
+BUILT_IN_SCORES = [goodput, least_loaded, power_of_two, prefix_aware, random, round_robin]
 
 
 @given(st.lists(candidates, max_size=4), st.integers(1, 10_000))
@@ -108,7 +119,7 @@ def test_more_work_is_never_better_and_a_longer_prefix_never_worse(one: Candidat
         ):
             for policy in BUILT_IN_SCORES:
                 assert policy(busier, request) <= policy(here, request)
-        assert prefix_aware.score(here._replace(cached_tokens=held), request) >= prefix_aware.score(here, request)
+        assert prefix_aware(here._replace(cached_tokens=held), request) >= prefix_aware(here, request)
 
 
 def test_queued_work_outweighs_a_prefix_in_the_end() -> None:
@@ -118,7 +129,7 @@ def test_queued_work_outweighs_a_prefix_in_the_end() -> None:
     idle = BASE._replace(role=Role.PREFILL, link=LinkId(2))
     for queued, best in ((1249, 1), (1251, 2)):
         holder = BASE._replace(role=Role.PREFILL, cached_tokens=500, queued_tokens=queued)
-        picked = pick([holder, idle], [prefix_aware.score(c, request) for c in (holder, idle)])
+        picked = pick([holder, idle], [prefix_aware(c, request) for c in (holder, idle)])
         assert picked is not None
         assert picked.link == best
 

@@ -19,11 +19,11 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.policy.shortlist import EVERYONE, Shortlist
-from router.core.pools import pool
-from router.core.pools.pool import Ask
-from router.core.queue.turn import FIRST, Turn
+from router.core import pools
+from router.core.policy import EVERYONE, Shortlist
+from router.core.pools import Ask
 from router.core.registry import Worker
+from router.core.turns import FIRST, Turn
 from router.service.policies import BUILTINS
 
 from ..core_peers import Outcome, Peer, Stage
@@ -123,7 +123,7 @@ def disturb(stage: Stage, random: Random) -> None:
 @given(seed=st.integers(0, 1 << 32), policy=st.sampled_from(list(BUILTINS)), looks=st.sampled_from([1, 32]))
 def test_a_shortlist_has_only_workers_that_may_take_the_request(seed: int, policy: str, looks: int) -> None:
     """Whatever happens: the kept orders equal new ones, and what they give equals what the oracle gives."""
-    with patch.object(pool, "MAX_LOOKS", looks):
+    with patch.object(pools, "MAX_LOOKS", looks):
         disturbed(Random(seed), policy)
 
 

@@ -17,9 +17,9 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
+from router.core import prefix_index as index_module
 from router.core.events import LinkId
-from router.core.prefix_index import index as index_module
-from router.core.prefix_index.index import KEPT_BEATS, RESYNC_S, PrefixIndex
+from router.core.prefix_index import KEPT_BEATS, RESYNC_S, PrefixIndex
 from tests.router.core_peers import Outcome, Stage, hello
 
 PLENTY = 1 << 24

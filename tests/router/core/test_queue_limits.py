@@ -18,8 +18,8 @@ from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.live_request import LiveRequest
-from router.core.machines.request_machine import RequestState
-from router.core.queue.limits import CLASS_SHARE, CLIENT_SHARE, MAX_SHED, QueueLimits
+from router.core.queue_limits import CLASS_SHARE, CLIENT_SHARE, MAX_SHED, QueueLimits
+from router.core.request_machine import RequestState
 
 from ..core_peers import Stage
 

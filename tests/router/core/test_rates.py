@@ -15,7 +15,7 @@ from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role, WorkerLoad
 from router.core import events as ev
 from router.core.events import LinkId
-from router.core.pools.load import DRIFT_SHARE, NOISE_SHARE, Rates
+from router.core.pools import DRIFT_SHARE, NOISE_SHARE, Rates
 
 from ..core_peers import Peer, Stage
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from pdserve.core.errors import Overloaded, PdserveError, ReplicaLost, TransferFailed
-from router.core.retry import REMEMBERED_REQUESTS, RetryBucket, after_attempts
+from router.core.recovery import REMEMBERED_REQUESTS, RetryBucket, after_attempts
 
 
 def takes(bucket: RetryBucket) -> int:

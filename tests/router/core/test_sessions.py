@@ -15,17 +15,14 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.live_request import LiveRequest
-from router.core.policy import session_affinity
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.picker import pick
-from router.core.policy.ranking import Rankings, ranking_of
-from router.core.pools.sessions import Sessions
+from router.core.policy import Candidate, Rankings, RequestView, pick, ranking_of, session_affinity
+from router.core.pools import Sessions
 from router.core.registry import Registry
 from router.core.router_core import RouterCore
 
 from ..core_peers import FINGERPRINT, Stage, hello
 
-AFFINITY = ranking_of("session_affinity", session_affinity.score)
+AFFINITY = ranking_of("session_affinity", session_affinity)
 ROW = Candidate(ev.LinkId(1), kv_tokens=100, promised_tokens=0, free_slots=4, queued_tokens=0, max_model_len=64, suspect=False,
                 refused=False)  # fmt: skip
 
@@ -82,7 +79,7 @@ def test_a_worker_that_dials_again_keeps_its_sessions_and_one_that_restarts_does
 @pytest.mark.parametrize(("load", "stays"), [(0.0, True), (0.2, True), (0.3, False), (0.9, False)])
 def test_a_decode_worker_keeps_its_session_up_to_a_quarter_more_load(load: float, stays: bool) -> None:
     own, other = ROW._replace(session=True, load=load), ROW._replace(link=ev.LinkId(2))
-    picked = pick([other, own], [session_affinity.score(row, RequestView(10, 10)) for row in (other, own)])
+    picked = pick([other, own], [session_affinity(row, RequestView(10, 10)) for row in (other, own)])
     assert picked is (own if stays else other)
 
 
@@ -90,7 +87,7 @@ def test_a_decode_worker_keeps_its_session_up_to_a_quarter_more_load(load: float
 def test_a_prefill_worker_keeps_its_session_while_the_wait_is_shorter_than_the_prompt(queue_s: float, stays: bool) -> None:
     row = ROW._replace(role=Role.PREFILL, counted_tokens_per_s=1000.0)
     own, other = row._replace(session=True, load=queue_s), row._replace(link=ev.LinkId(2))
-    picked = pick([other, own], [session_affinity.score(each, RequestView(1000, 1000)) for each in (other, own)])
+    picked = pick([other, own], [session_affinity(each, RequestView(1000, 1000)) for each in (other, own)])
     assert picked is (own if stays else other)
 
 

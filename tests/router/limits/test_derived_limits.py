@@ -13,7 +13,7 @@ from pdserve.config import MIB, RouterConfig
 from pdserve.core.errors import Overloaded
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role, WorkerHello
-from router.core.queue.derived import (
+from router.core.queue_limits import (
     MAX_INDEX_BYTES,
     MAX_QUEUED_REQUESTS,
     MAX_QUEUED_TOKENS,
@@ -23,8 +23,8 @@ from router.core.queue.derived import (
     MIN_STREAMS,
     DerivedLimits,
     Limits,
+    QueueLimits,
 )
-from router.core.queue.limits import QueueLimits
 from router.service.bound_limits import WARN_S, BoundLimits
 from router.service.descriptors import (
     ADMIN_DESCRIPTORS,

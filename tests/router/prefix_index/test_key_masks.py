@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core.prefix_index.masks import GENERATIONS, KeyMasks
+from router.core.prefix_index import GENERATIONS, KeyMasks
 
 KEYS = st.lists(st.integers(1, 60), max_size=12)
 CALLS = st.lists(st.tuples(st.sampled_from(("set", "unset", "pop")), st.integers(0, 3), KEYS), max_size=60)

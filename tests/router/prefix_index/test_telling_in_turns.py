@@ -16,11 +16,10 @@ from pdserve.core.worker import Role
 from pdserve.worker import prefix_log
 from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev
+from router.core import prefix_index as index_module
 from router.core.events import LinkId
-from router.core.policy.draws import splitmix64
-from router.core.prefix_index import PrefixIndex
-from router.core.prefix_index import index as index_module
-from router.core.prefix_index.index import TELL_S
+from router.core.policy import splitmix64
+from router.core.prefix_index import TELL_S, PrefixIndex
 from tests.router.core_peers import Stage, hello
 
 AT_ONCE, PART, TELLING = 2, 4, 3

@@ -20,7 +20,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.policy.ranking import BUILT_IN
+from router.core.policy import BUILT_IN
 from router.recording import recorder as recorder_module
 from router.recording.codec import event_from_plain
 from router.recording.recorder import END_BYTES, Recorder
@@ -204,7 +204,7 @@ def test_a_policy_that_is_code_is_not_imported_unless_asked_for(tmp_path: Path) 
     assert shown.exit_code == 1
     assert "names the policy 'antigravity:fly', which --own-policies would import" in shown.stderr
     assert "antigravity" not in sys.modules
-    known = [LINES[0].replace(b'"prefill_policy":"prefix_aware"', b'"prefill_policy":"router.core.policy.least_loaded:score"')]
+    known = [LINES[0].replace(b'"prefill_policy":"prefix_aware"', b'"prefill_policy":"router.core.policy:least_loaded"')]
     assert run_replay(tmp_path / "file", [*known, *LINES[1:]], "--own-policies").exit_code == 0
 
 

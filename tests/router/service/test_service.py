@@ -19,7 +19,7 @@ from pdserve.core.slo import DEFAULT_CLASS
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import link_pb2
 from router.core import events as ev
-from router.core.queue.limits import RETRY_AFTER_UNKNOWN_S, QueueLimits
+from router.core.queue_limits import RETRY_AFTER_UNKNOWN_S, QueueLimits
 from router.grpc.cluster_state import cluster_state_to_wire
 from router.service import service
 from testkit.fake_worker import DECODE, PREFILL

@@ -15,8 +15,8 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.handoff import Handoff
-from router.core.machines.work_machine import WorkEvent
 from router.core.recovery import Cost
+from router.core.work_machine import WorkEvent
 
 from ..core.recovery.stages import busy, pools, prefilling, sent
 from ..core_peers import Stage

@@ -11,8 +11,7 @@ import pytest
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role, WorkerHello
 from router.core import events as ev
-from router.core.policy.candidate import Candidate, RequestView
-from router.core.policy.ranking import Rankings, ranking_of
+from router.core.policy import Candidate, Rankings, RequestView, ranking_of
 
 from ...core_peers import Peer, Stage
 from .sick import BUG, NO_NUMBERS, break_down, check_half_stays, later, out, peer_of, poison, pools, serve
@@ -384,7 +383,7 @@ def test_an_unequal_device_is_not_slow() -> None:
 
 
 def test_a_hello_tells_the_place() -> None:
-    from router.core.health.account import place_of
+    from router.core.account import place_of
 
     from ...core_peers import hello
 

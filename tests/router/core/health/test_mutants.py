@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
-from router.core.health import outliers
-from router.core.health.account import Account
-from router.core.health.health import Health
+from router.core import outliers
+from router.core.account import Account
+from router.core.health import Health
 from router.core.live_request import LiveRequest
 from router.core.pairs import Pairs
 

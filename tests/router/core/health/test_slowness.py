@@ -11,7 +11,7 @@ from hypothesis import given
 
 from pdserve.core.roofline.utilisation import START
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from router.core.health.outliers import COMPARED, SLOW, TOO_SLOW, Pace, pace_of, slowness
+from router.core.outliers import COMPARED, SLOW, TOO_SLOW, Pace, pace_of, slowness
 
 from ...core_peers import Stage, hello
 from .sick import compute, flops, out, peer_of, step_s

@@ -10,7 +10,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import SloClass
 from router.core import events as ev
-from router.core.forecast.outputs import MAX_CLIENTS, PRIOR_TOKENS, ExpectedOutputs
+from router.core.forecast import MAX_CLIENTS, PRIOR_TOKENS, ExpectedOutputs
 from router.core.live_request import LiveRequest
 
 LONG = 8_000

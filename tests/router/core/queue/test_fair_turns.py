@@ -16,9 +16,8 @@ from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import BUILT_IN, DEFAULT_CLASS, SloClass
 from router.core import events as ev
 from router.core.live_request import LiveRequest
-from router.core.queue.flows import KEPT_IDLE, Flow, Flows
-from router.core.queue.lane import Branch
-from router.core.waiting import Kind, WaitingRequests, size_of
+from router.core.turns import KEPT_IDLE, Flow, Flows
+from router.core.waiting import Branch, Kind, WaitingRequests, size_of
 
 BATCH = SloClass("batch", priority=-1)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from pdserve.core.slo import BUILT_IN, SloClass
+from router.core.fair_slots import MAX_FIRSTS, FairSlots, largest_beside
 from router.core.live_request import LiveRequest
-from router.core.moves.fair_slots import MAX_FIRSTS, FairSlots, largest_beside
 from tests.router.core.recovery.test_migration import LONG, NOTHING_LEFT, finish, join, step
 from tests.router.core_peers import Outcome, Stage
 

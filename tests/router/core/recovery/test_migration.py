@@ -11,12 +11,12 @@ from hypothesis import given, settings
 
 from pdserve.core.worker import Role
 from router.core import events as ev
+from router.core import migration
 from router.core.live_request import LiveRequest
-from router.core.machines.request_machine import RequestEvent, RequestState
-from router.core.moves import migration
-from router.core.moves.migration import FINISH_TOKENS, MOVES_EACH, Migration
+from router.core.migration import FINISH_TOKENS, MOVES_EACH, Migration
 from router.core.placer import Placer
 from router.core.registry import Worker
+from router.core.request_machine import RequestEvent, RequestState
 from router.core.story import StoryKind
 from tests.router.core_peers import Outcome, Peer, Stage
 
@@ -251,7 +251,7 @@ def _moved(stage: Stage) -> list[tuple[Outcome, Any]]:
 
 
 def _takes_an_attempt(patch: pytest.MonkeyPatch) -> None:
-    from router.core.machines import request_machine
+    from router.core import request_machine
 
     patch.setitem(request_machine.TRANSITIONS, (RequestState.DECODING, RequestEvent.MIGRATED), RequestState.QUEUED)
     real = request_machine.RequestMachine.move

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from pdserve.core.ids import RequestId
 from pdserve.core.worker import Role
 from router.core import events as ev
+from router.core import suspects
 from router.core.live_request import LiveRequest
-from router.core.moves import suspects
-from router.core.moves.suspects import MAX_FORGIVEN, TRIAL_TOKENS, Suspects
 from router.core.requests import Requests
+from router.core.suspects import MAX_FORGIVEN, TRIAL_TOKENS, Suspects
 from tests.router.core_peers import Outcome, Peer, Stage
 
 TOKENS = 60

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.forecast import times
-from router.core.forecast.prediction import Prediction, check_target, predict
+from router.core.forecast import Prediction, check_target, predict, queue_wait_s
 from router.core.live_request import LiveRequest
 from router.core.placer import Placer
 from router.core.requests import Requests
@@ -32,8 +31,8 @@ class Forecaster:
         outlook = self._placer.outlook(request, now_s=now_s)
         if outlook is None:
             return None
-        queue_wait_s: float | None = 0.0
+        wait_s: float | None = 0.0
         if not outlook.has_room:
             waiting, running = self._requests.waiting, len(self._requests.ledger)
-            queue_wait_s = times.queue_wait_s(waiting.ahead_of(request), self._requests.stays.drained_per_s(running))
-        return predict(outlook.computer, request.work_len, queue_wait_s)
+            wait_s = queue_wait_s(waiting.ahead_of(request), self._requests.stays.drained_per_s(running))
+        return predict(outlook.computer, request.work_len, wait_s)

@@ -1,4 +1,4 @@
-"""One role's workers, in the orders from which candidates are taken. Pure.
+"""The workers of each role, in the orders from which candidates are taken, and the workers of each session's last turn. Pure.
 
 Workers are sorted when they change, not when a request comes: a choice looks at a few of them in a pool of any size, and a pool
 without room says so at once. Workers that may take something are *open*, and only they are in the orders. Workers of one
@@ -13,16 +13,151 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pdserve.core.ids import WorkerId
+from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role
 from router.core.events import LinkId
 from router.core.ledger import Ledger
-from router.core.policy.candidate import Candidate
-from router.core.policy.draws import draw
-from router.core.policy.shortlist import Shortlist
-from router.core.pools.load import Rates, decode_share, prompt_s
-from router.core.queue.turn import FIRST, Turn
-from router.core.registry import Worker
+from router.core.live_request import LiveRequest
+from router.core.policy import Candidate, Shortlist, draw, prompt_s
+from router.core.registry import Registry, Worker
+from router.core.turns import FIRST, Turn
+
+# Load ------------------------------------------------------------------------------------------------------------
+#
+# The load of a worker: the measure by which a pool keeps its workers in order. Pure.
+
+
+NOISE_SHARE: Final = 0.25
+"""Rates within this share of the pool's mean count as equal to it. One worker measures rates that differ by as much, because
+prompts differ. If they counted, the fastest of equal workers would win every tie."""
+DRIFT_SHARE: Final = 0.125
+"""The mean that counts follows the true one when that is further away than this, since then all workers are sorted anew."""
+MOST_TOKENS_PER_S: Final = 1e9
+"""A rate beyond this, or one that is no number, is not known."""
+
+
+class Rates:
+    """The prompt rates of one pool's workers, and the mean by which they are compared. The sum is of whole thousandths, so it
+    does not depend on the order of changes."""
+
+    def __init__(self) -> None:
+        self._known: dict[LinkId, int] = {}
+        self._sum = 0
+        self._noted = False
+        self.counted_mean = 0.0
+        """The mean that counts, in tokens a second. 0: no rate is known."""
+
+    def note(self, link: LinkId, tokens_per_s: float) -> None:
+        """Take in the rate of a worker; 0 stands for an unknown one, and for a worker that has left. `settle` follows."""
+        rate = _thousandths(tokens_per_s)
+        if rate == self._known.get(link, 0):
+            return
+        self._sum += rate - self._known.pop(link, 0)
+        if rate:
+            self._known[link] = rate
+        self._noted = True
+
+    def settle(self) -> bool:
+        """Let the mean that counts follow the true one if that has drifted. True: it has changed.
+
+        The result depends on the moments of the calls. So only the core's own questions settle, which a replay repeats.
+        """
+        if not self._noted:
+            return False
+        self._noted = False
+        mean = self._mean()
+        if mean == self.counted_mean or (mean and not self._drifted(mean)):
+            return False
+        self.counted_mean = mean
+        return True
+
+    def _mean(self) -> float:
+        return self._sum / (1000 * len(self._known)) if self._known else 0.0
+
+    def _drifted(self, mean: float) -> bool:
+        return abs(mean - self.counted_mean) > DRIFT_SHARE * self.counted_mean
+
+    def counted(self, tokens_per_s: float) -> float:
+        """Return the rate that a worker's own rate counts as: the mean if it is unknown or near. 0: none is known."""
+        mean = self.counted_mean
+        return tokens_per_s if _thousandths(tokens_per_s) and abs(tokens_per_s - mean) > NOISE_SHARE * mean else mean
+
+    def check_invariants(self, rates: Mapping[LinkId, float]) -> None:
+        """Assert that all rates are known, and that the mean that counts was near theirs when it was settled."""
+        fresh = Rates()
+        for link, rate in rates.items():
+            fresh.note(link, rate)
+        assert (self._known, self._sum) == (fresh._known, fresh._sum)
+        assert self._noted or not self._drifted(self._mean())
+
+
+def _thousandths(tokens_per_s: float) -> int:
+    return round(1000 * tokens_per_s) if 0 < tokens_per_s <= MOST_TOKENS_PER_S else 0
+
+
+def decode_share(promised_tokens: int, kv_tokens: int, running: int, max_num_seqs: int) -> float:
+    """Return how full a decode worker is: the larger of its share of promised KV and its share of taken slots."""
+    return max(promised_tokens / kv_tokens, running / max(1, max_num_seqs))
+
+
+# Sessions --------------------------------------------------------------------------------------------------------
+#
+# The workers that had the last turn of each session. Pure.
+#
+# This is a hint for placement: a worker that has computed a turn probably still has its KV. A session that is forgotten, or
+# whose worker has left, only costs the time to compute the conversation anew.
+#
+# A session belongs to a salt, so a tenant who guesses the name of another's session learns nothing and moves nothing.
+
+
+MAX_SESSIONS: Final = 16_384
+"""An entry takes about 0.8 KiB (measured with names of 36 characters), so all take 13 MiB. The session that had no turn for the
+longest time is forgotten first."""
+
+
+class _Turn(NamedTuple):
+    """The worker of a turn. A link that broke may be dialled again by the same process, which still has its KV."""
+
+    link: LinkId
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+class Sessions:
+    """Remembers, for a bounded number of sessions, the worker of each role that had the last turn."""
+
+    def __init__(self, registry: Registry, *, max_sessions: int = MAX_SESSIONS) -> None:
+        self._registry = registry
+        self._max_sessions = max_sessions
+        self._turns: dict[tuple[str, str], dict[Role, _Turn]] = {}
+        """The turns by salt and session. The session that had a turn last is the last one."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def placed(self, request: LiveRequest, worker: Worker) -> None:
+        """Note that a part of a request was placed on a worker."""
+        if request.session_id:
+            key = (request.spec.cache_salt, request.session_id)
+            turns = self._turns.pop(key, None) or {}
+            turns[worker.hello.role] = _Turn(worker.link, worker.hello.worker_id, worker.hello.incarnation)
+            self._turns[key] = turns
+            if len(self._turns) > self._max_sessions:
+                del self._turns[next(iter(self._turns))]
+
+    def last_turn(self, request: LiveRequest, role: Role) -> LinkId | None:
+        """Return the present link of the worker that had the last turn of the request's session in this role. None: the request
+        has no session, the session is unknown, or the worker has left."""
+        if not request.session_id:
+            return None
+        turn = self._turns.get((request.spec.cache_salt, request.session_id), {}).get(role)
+        if turn is None:
+            return None
+        worker = self._registry.get(turn.link) or self._registry.find(turn.worker_id)
+        return worker.link if worker is not None and worker.hello.incarnation == turn.incarnation else None
+
+
+# One pool --------------------------------------------------------------------------------------------------------
 
 MAX_LOOKS: Final = 32
 """At most so many workers without enough free KV are passed over in the order of load. The order of free KV then finds a worker
@@ -422,3 +557,54 @@ def _remove(order: list[Any], key: tuple[float, ...]) -> None:
     position = bisect_left(order, key)
     if position < len(order) and order[position] == key:
         del order[position]
+
+
+# Both pools ------------------------------------------------------------------------------------------------------
+
+
+class Pools:
+    """One pool for each role. `refresh` comes before each question."""
+
+    def __init__(self, registry: Registry, ledger: Ledger) -> None:
+        self._registry = registry
+        self.prefill = Pool(Role.PREFILL, ledger)
+        self.decode = Pool(Role.DECODE, ledger)
+
+    def refresh(self) -> None:
+        """Take in all workers that have changed since the last call, and let the mean rates follow."""
+        self._update()
+        self.prefill.settle()
+        self.decode.settle()
+
+    def _update(self) -> None:
+        changed = self._registry.changed
+        while changed:
+            link, role = next(iter(changed.items()))
+            self.of(role).update(link, self._registry.get(link))
+            del changed[link]
+
+    def of(self, role: Role) -> Pool:
+        """Return the pool of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def opened(self) -> int:
+        """The number of times that some worker became able to take more."""
+        return self.prefill.opened + self.decode.opened
+
+    @property
+    def shifts(self) -> int:
+        """The number of times that some worker began or ceased to be one that requests may wait for."""
+        return self.prefill.shifts + self.decode.shifts
+
+    @property
+    def tier_changes(self) -> int:
+        """The number of times that the lengths of the workers of a role changed."""
+        return self.prefill.tier_changes + self.decode.tier_changes
+
+    def check_invariants(self) -> None:
+        """Assert that both pools are what they would be if they were made anew. The mean rates stay as they are: a recording
+        does not tell when this was asked, and its replay must decide the same."""
+        self._update()
+        for role in Role:
+            self.of(role).check_invariants({worker.link: worker for worker in self._registry.of_role(role)})

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from router.core.health.account import Account
+from router.core.account import Account
 
 FAILURES: Final = 4.5
 """An outlier has failed so often: five times in a row, since each failure counts a little less than the next one. Envoy's

@@ -25,14 +25,13 @@ from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects
 from router.core.live_request import Death, LiveRequest, RemoteWork
-from router.core.machines.request_machine import RequestEvent
-from router.core.machines.work_machine import WorkState
-from router.core.placer import Placer
-from router.core.policy.decider import Reason
+from router.core.placer import Placer, Reason
 from router.core.registry import Worker
+from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
 from router.core.story import StoryKind
 from router.core.waiting import own_turn
+from router.core.work_machine import WorkState
 
 _E = RequestEvent
 

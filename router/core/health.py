@@ -21,12 +21,12 @@ from typing import Final
 from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.ids import WorkerId
 from pdserve.core.worker import Role
+from router.core import outliers
+from router.core.account import TRIAL_RESULTS, Account, place_of
 from router.core.events import LinkId
-from router.core.health import outliers
-from router.core.health.account import TRIAL_RESULTS, Account, place_of
 from router.core.live_request import Charge, LiveRequest, RemoteWork
-from router.core.machines.request_machine import RequestState
 from router.core.registry import NOT_YET_PROBED, Registry, Worker
+from router.core.request_machine import RequestState
 
 LOOK_EVERY_S: Final = 1.0
 """Slowness is looked for once in this time, which is how often heartbeats come."""

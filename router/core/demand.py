@@ -14,7 +14,7 @@ from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core.live_request import LiveRequest, Times
-from router.core.machines.request_machine import RequestState
+from router.core.request_machine import RequestState
 
 _WAITED: Final = (DeadlineExceeded, Overloaded)
 """The errors of requests that failed because they waited, and not because an attempt failed."""

@@ -1,1 +1,0 @@
-"""The health of workers by their results: accounts, ejection of outliers, and handicaps."""
