@@ -15,14 +15,16 @@ could serve it when it was admitted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdserve.core.errors import Unavailable
 from pdserve.core.ids import RequestId, WorkerId
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
-from router.core.events import Effects, EffectsThen, SendBind, SendPrefill
-from router.core.live_request import LiveRequest
-from router.core.placer import Placer, Reason
-from router.core.policy import Why
+from router.core.events import Effect, Effects, SendBind, SendPrefill
+from router.core.forecast import check_target, predict, queue_wait_s
+from router.core.live_request import LiveRequest, Reason
+from router.core.placer import Pick, Placer
 from router.core.pools import Pools
 from router.core.probe_book import ProbeBook
 from router.core.registry import Worker
@@ -64,18 +66,36 @@ class Dispatcher:
         waiting = self._requests.waiting
         return bool(waiting.fresh) or (bool(len(waiting) or self._probe_book.claims) and self._news() != self._seen)
 
-    def admit(self, request: LiveRequest, now_s: float) -> Effects:
+    def foresee(self, request: LiveRequest, now_s: float) -> None:
+        """Write the predicted TTFT into a new request whose class has a target for it. Raises `Overloaded` when the request
+        would miss the target for want of a free worker. Other requests are spared the look at workers."""
+        if request.slo.ttft_s is None:
+            return
+        requests, late_s = self._requests, now_s - request.times.arrived_s
+        computer, has_room = self._placer.outlook(request, now_s=now_s)
+        prediction = None
+        if computer is not None:
+            wait_s: float | None = 0.0
+            if not has_room:
+                drained_per_s = requests.stays.drained_per_s(len(requests.ledger))
+                wait_s = queue_wait_s(requests.waiting.ahead_of(request), drained_per_s)
+            prediction = predict(computer, request.work_len, wait_s)
+        check_target(request.slo, prediction, late_s=late_s)
+        if prediction is not None:
+            request.predicted_ttft_s = late_s + prediction.ttft_s
+
+    def admit(self, request: LiveRequest, now_s: float) -> Iterable[Effect]:
         """Place a new request at once when nobody waits and a worker has room. Otherwise it waits for its turn."""
         if not len(self._requests.waiting) and not self._probe_book.claims:
             try:
-                place = self._placer.place(request, now_s=now_s)
+                pick = self._placer.place(request, now_s=now_s)
             except Unavailable:  # it passed the check, so a worker may come
-                place = None
-            if place is not None:
-                self._charge(request, now_s)
-                yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
-                return
+                pick = None
+            if pick is not None:
+                self._charge(request, pick, now_s)
+                return (self.bind(request, pick, now_s),)
         self._requests.wait(request)
+        return ()
 
     def pump(self, now_s: float, *, tick: bool = False) -> Effects:
         """Place waiting requests, as far as there is room. At a `tick`, also look at those for which only time has passed: a
@@ -128,32 +148,33 @@ class Dispatcher:
                 self._requests.keep(request, turn, worker, self._placer.need_tokens(request))
         return later
 
-    def _charge(self, request: LiveRequest, now_s: float) -> None:
+    def _charge(self, request: LiveRequest, pick: Pick, now_s: float) -> None:
         """Charge the client of a request for the tokens that its placement will probably compute."""
-        self._requests.waiting.serve(request, self._placer.need_tokens(request) - self._placer.cached_tokens, now_s)
+        self._requests.waiting.serve(request, pick.need_tokens - pick.cached_tokens, now_s)
 
     def _place(self, request: LiveRequest, turn: Turn, now_s: float) -> Effects:
         """Bind a waiting request if a worker has room. If none has, claim one."""
         try:
-            place = self._placer.place(request, now_s=now_s, turn=turn)
+            pick = self._placer.place(request, now_s=now_s, turn=turn)
         except Unavailable as exc:
             yield from self._find_nobody(request, exc, now_s)
             return
         request.unplaceable_since_s = None
-        if place is None:
+        if pick is None:
             self._claim(request, turn, now_s)
-            return
-        self._charge(request, now_s)
-        self._requests.stop_waiting(request)
-        yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
+        else:
+            yield self._bind_waiting(request, pick, now_s)
 
     def place_first(self, request: LiveRequest, now_s: float) -> Effects:
         """Bind a waiting request before all others if a worker has room, also one that is claimed."""
-        place = self._placer.place(request, now_s=now_s)
-        if place is not None:
-            self._charge(request, now_s)
-            self._requests.stop_waiting(request)
-            yield from self.bind(request, place.worker, place.placement, place.reason, now_s)
+        pick = self._placer.place(request, now_s=now_s)
+        if pick is not None:
+            yield self._bind_waiting(request, pick, now_s)
+
+    def _bind_waiting(self, request: LiveRequest, pick: Pick, now_s: float) -> SendBind:
+        self._charge(request, pick, now_s)
+        self._requests.stop_waiting(request)
+        return self.bind(request, pick, now_s)
 
     def _claim(self, request: LiveRequest, turn: Turn, now_s: float) -> None:
         """Let a request without room claim a worker, unless it has one already that could serve it."""
@@ -183,60 +204,61 @@ class Dispatcher:
         else:
             self._requests.waiting.park(request)
 
-    def bind(self, request: LiveRequest, worker: Worker, placement: Placement, reason: Reason, now_s: float) -> Effects:
+    def bind(self, request: LiveRequest, pick: Pick, now_s: float) -> SendBind:
         """Ask a decode worker to reserve all blocks of the request. A prefill worker is picked only after the reservation."""
         request.machine.move(_E.DECODE_PICKED)
-        request.placement, request.placement_reason = placement, reason.value
+        request.placement, request.placement_reason = pick.placement, pick.reason.value
         request.prefill_worker, request.beside = WorkerId(""), None
         request.story.note(
             now_s,
             StoryKind.PLACED,
-            placement=placement,
-            reason=reason,
-            decode_worker=worker.hello.worker_id,
-            why=self._placer.why if request.probe is None else Why.PROBE,
-            scores=self._placer.scores if request.probe is None else (),
+            placement=pick.placement,
+            reason=pick.reason,
+            decode_worker=pick.worker.hello.worker_id,
+            why=pick.why,
+            scores=pick.scores,
             attempt=request.machine.attempt,
             bind=request.machine.bind,
         )
-        yield from self._send_bind(request, worker, now_s)
+        return self._send_bind(request, pick, now_s)
 
-    def rebind(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
-        """Let another decode worker replace the lost one under the same lease. False: no worker has room now.
+    def rebind(self, request: LiveRequest, now_s: float) -> SendBind | None:
+        """Let another decode worker replace the lost one under the same lease. None: no worker has room now.
 
         A rebind comes before all waiting requests, because the lease lasts only so long.
         """
         assert request.prefill is not None
         assert request.decode is None
-        worker = self._placer.rebind_worker(request, request.prefill.link, now_s=now_s)
-        if worker is None:
-            return False
+        pick = self._placer.rebind_worker(request, request.prefill.link, now_s=now_s)
+        if pick is None:
+            return None
         request.machine.move(_E.REBOUND)
         request.story.note(
             now_s,
             StoryKind.REBOUND,
-            decode_worker=worker.hello.worker_id,
-            why=self._placer.why,
-            scores=self._placer.scores,
+            decode_worker=pick.worker.hello.worker_id,
+            why=pick.why,
+            scores=pick.scores,
             bind=request.machine.bind,
         )
         self._requests.ledger.give_back(request.request_id)
-        yield from self._send_bind(request, worker, now_s)
-        return True
+        return self._send_bind(request, pick, now_s)
 
-    def _send_bind(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:
-        shared = self._placer.cached_tokens if request.placement_reason == Reason.SIBLING.value else 0  # charged to its leader
+    def _send_bind(self, request: LiveRequest, pick: Pick, now_s: float) -> SendBind:
+        worker = pick.worker
+        self._placer.took(pick)
+        shared = pick.cached_tokens if pick.reason is Reason.SIBLING else 0  # charged to its leader
         passed = worker.kept_for is not None
-        self._requests.ledger.take(request.request_id, worker.link, self._placer.need_tokens(request) - shared, passed=passed)
+        self._requests.ledger.take(request.request_id, worker.link, pick.need_tokens - shared, passed=passed)
         if passed:
             self._note_pass(worker)
         work = self._requests.place_on(worker, request)
         request.times.attempt.bind_sent_s = now_s
         local = request.placement is Placement.COLOCATED
         if local:
-            worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
+            worker.sent(work.handle, request.work_len - pick.cached_tokens)
         remaining_s = max(0.0, request.deadline_s - now_s)
-        yield SendBind(worker.link, request.work(work.handle), remaining_s, local)
+        return SendBind(worker.link, request.work(work.handle), remaining_s, local)
 
     def _note_pass(self, worker: Worker) -> None:
         """Count a request that gets room on a claimed worker before the one that has claimed it."""
@@ -245,25 +267,26 @@ class Dispatcher:
                 request.passed_by += 1
                 self._requests.keep(request, worker.kept_for, worker, self._placer.need_tokens(request))
 
-    def prefill(self, request: LiveRequest, now_s: float) -> EffectsThen[bool]:
-        """Start the prefill of a request whose decode worker has reserved. False: no prefill worker can compute it now."""
+    def prefill(self, request: LiveRequest, now_s: float) -> SendPrefill | None:
+        """Start the prefill of a request whose decode worker has reserved. None: no prefill worker can compute it now."""
         assert request.decode is not None
-        worker = self._placer.prefill_worker(request, request.decode.link, now_s=now_s)
-        if worker is None:
-            return False
+        pick = self._placer.prefill_worker(request, request.decode.link, now_s=now_s)
+        if pick is None:
+            return None
+        worker = pick.worker
+        self._placer.took(pick)
         work = self._requests.place_on(worker, request)
         request.times.attempt.prefill_sent_s = now_s
         request.story.note(
             now_s,
             StoryKind.PREFILL_SENT,
             prefill_worker=worker.hello.worker_id,
-            why=self._placer.why,
-            scores=self._placer.scores,
+            why=pick.why,
+            scores=pick.scores,
         )
-        worker.sent(work.handle, request.work_len - self._placer.cached_tokens)
+        worker.sent(work.handle, request.work_len - pick.cached_tokens)
         self._requests.demand.placed(request, Role.PREFILL)
-        yield SendPrefill(worker.link, request.work(work.handle))
-        return True
+        return SendPrefill(worker.link, request.work(work.handle))
 
     def requeue(self, request: LiveRequest, event: RequestEvent) -> Effects:
         """Withdraw a bind for which nothing was computed. The same attempt waits for another bind."""

@@ -1,5 +1,5 @@
-"""Forecasts: the tokens that a request will put out, the cost of handoffs, and the time of a new request's first token, with its
-early rejection when the class's target will be missed. Pure.
+"""Forecasts: the tokens that a request will put out, the cost of handoffs, and the time of a new request's first token, with
+its early rejection when the class's target will be missed. Pure.
 """
 
 from __future__ import annotations
@@ -130,13 +130,6 @@ class Prediction(NamedTuple):
     def ttft_s(self) -> float:
         """The time from now to the first token."""
         return self.wait_s + self.compute_s
-
-
-class Outlook(NamedTuple):
-    """The prospects of a new request, as things are now."""
-
-    computer: Candidate  # the worker that would compute its prompt
-    has_room: bool  # some decode worker would take the request at once
 
 
 def predict(computer: Candidate, prompt_tokens: int, queue_wait_s: float | None) -> Prediction | None:

@@ -10,7 +10,7 @@ from pdserve.core.errors import ReplicaLost
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
-from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Reserved, SendAttach
+from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Refused, Reserved, SendAttach
 from router.core.forecast import Transfers
 from router.core.health import Health
 from router.core.live_request import LiveRequest, RemoteWork
@@ -69,7 +69,9 @@ class Handoff:
 
     def _prefill(self, request: LiveRequest, event: RequestEvent, now_s: float) -> Effects:
         """Start the prefill, which is `event`. Without a prefill worker the bind is given back and the request waits again."""
-        if (yield from self._dispatcher.prefill(request, now_s)):
+        command = self._dispatcher.prefill(request, now_s)
+        if command is not None:
+            yield command
             request.machine.move(event)
         elif request.probe is not None:
             yield from self._recovery.retry(
@@ -97,7 +99,7 @@ class Handoff:
         else:  # a rebind without room gives the lease back; `Probes` repeats a probe
             yield from self._recovery.retry(request, loss or ReplicaLost(request.no_room), now_s, Cost.NOTHING)
 
-    def place_elsewhere(self, work: RemoteWork, now_s: float) -> Effects:
+    def place_elsewhere(self, work: RemoteWork, event: Refused, now_s: float) -> Effects:
         """Place work elsewhere that a draining worker has refused. This is no failure: no attempt, retry or pair is charged.
 
         After a refused prefill the reservation on the decode worker stays. A refused rebind goes to the next decode worker. If

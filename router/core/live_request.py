@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, NamedTuple
 
 import msgspec
@@ -103,6 +104,41 @@ def delta_of(row: Row, spec: RequestSpec) -> Delta:
 
 
 # Live requests ---------------------------------------------------------------------------------------------------
+
+
+class Reason(Enum):
+    """The reason for a placement, as reports and metrics name it."""
+
+    REQUESTED = "requested"
+    CONFIGURED = "configured"
+    PREFILL_POOL_EMPTY = "prefill_pool_empty"
+    PAIRS_SET_ASIDE = "pairs_set_aside"
+    VERSIONS_DIFFER = "versions_differ"
+    """No two workers speak a common version of the protocol between workers."""
+    SHORT_PROMPT = "short_prompt"
+    PREFILL_QUEUE = "prefill_queue"
+    """The prompt would wait too long on the prefill worker."""
+    PREFILL_SLOW = "prefill_slow"
+    """The prefill worker computes too slowly."""
+    CACHED_SUFFIX = "cached_suffix"
+    """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
+    SIBLING = "sibling"
+    """The decode worker has the KV of the request's leader, which has the same prompt."""
+    TRANSFER = "transfer"
+    """The KV would take too long to move."""
+    SUSPECT = "suspect"
+    """Workers died while they computed the request, so one decode worker computes all of it, and nothing else."""
+    DEFAULT = "default"
+
+
+class Decision(NamedTuple):
+    """The decision where the prompt of a request is computed."""
+
+    placement: Placement
+    """Disaggregated or colocated, never AUTO."""
+    reason: Reason
+    made: tuple[float, int, int, int]
+    """What the decision depended on: the time, the changes of the pools, the tokens to compute, and the pairs that failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -230,6 +266,8 @@ class LiveRequest:
     """The flows that were charged. A replay waits elsewhere, and its client still pays for the output."""
     beside: LinkId | None = None
     """The decode worker that has the leader's KV, until this request is placed for the first time. None: there is none."""
+    decision: Decision | None = None
+    """The last decision where the prompt is computed, which holds while its workers stay as they are. None: there was none."""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
     emitted: list[int] = field(default_factory=list)

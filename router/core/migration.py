@@ -104,16 +104,16 @@ class Migration:
         """Move one request if another worker has room for it now. False: none has, and nothing has changed."""
         resumed, request.resumed = request.resumed, tuple(request.emitted)  # what follows is asked about the replay
         try:
-            place = self._placer.place(request, now_s=now_s, turn=placed_again(request))
+            pick = self._placer.place(request, now_s=now_s, turn=placed_again(request))
         except Unavailable:
-            place = None
-        if place is None:
+            pick = None
+        if pick is None:
             request.resumed = resumed
             return False
         if request.machine.state is _S.DECODING:
             self._moving[request.request_id] = request
         yield from self._set_out(request, worker, now_s)
-        yield from self._dispatcher.bind(request, place.worker, place.placement, place.reason, now_s)
+        yield self._dispatcher.bind(request, pick, now_s)
         return True
 
     def _compute_elsewhere(self, request: LiveRequest, worker: Worker, now_s: float) -> EffectsThen[bool]:
@@ -123,11 +123,11 @@ class Migration:
         except Unavailable:
             return False
         yield from self._set_out(request, worker, now_s)
-        place = self._placer.place(request, now_s=now_s, turn=placed_again(request))
-        if place is None:  # somebody has claimed the room that it had
+        pick = self._placer.place(request, now_s=now_s, turn=placed_again(request))
+        if pick is None:  # somebody has claimed the room that it had
             self._requests.wait(request)
         else:
-            yield from self._dispatcher.bind(request, place.worker, place.placement, place.reason, now_s)
+            yield self._dispatcher.bind(request, pick, now_s)
         return True
 
     def _set_out(self, request: LiveRequest, worker: Worker, now_s: float) -> Effects:

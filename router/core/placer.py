@@ -1,28 +1,30 @@
-"""Placement: the placer picks a worker by the policies from the pools. It decides, and changes nothing but the turns of
-workers.
+"""The placer decides where a request runs: whether its prompt is computed where it is decoded, and on which workers. It changes
+no worker and no pool: a `Pick` says all that was found, and `took` counts it once it is used.
 
-A choice looks at a shortlist (`router.core.policy`), so it costs the same in a pool of any size.
+The decision between disaggregated and colocated comes first. Rules come before costs: what the client asks for, the settings,
+and what the pools can do (`decide`). A request that the rules leave free is weighed by predicted cost (`weigh`). The request
+keeps its decision, which is made again only where workers have come, gone or changed.
+
+Then the policy of the role picks among the workers on its shortlist (`router.core.policy`), so a choice costs the same in a
+pool of any size.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
-from pdserve.core.ids import WorkerId
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
-from router.core.forecast import ExpectedOutputs, Outlook, Transfers
+from router.core.forecast import ExpectedOutputs, Transfers
 from router.core.health import Health
-from router.core.live_request import LiveRequest
+from router.core.live_request import Decision, LiveRequest, Reason
 from router.core.pairs import Pairs
 from router.core.policy import (
     BUILT_IN,
@@ -40,50 +42,15 @@ from router.core.policy import (
     uncached_tokens,
     why,
 )
-from router.core.pools import Ask, Pool, Pools
+from router.core.pools import Ask, Pool, Pools, Sessions
 from router.core.prefix_index import Held, PrefixIndex
 from router.core.registry import Registry, Worker
 from router.core.turns import FIRST, Turn
 from router.core.waiting import Kind, newcomer, size_of
 
-# The decision where the prompt is computed -----------------------------------------------------------------------
-#
-# The decision where a request's prompt is computed, and the reason for it. Metrics count the reasons.
-#
-# The rules come first: what the client asks for, the settings, and what the pools can do (`decide`). A request that the rules
-# leave free is weighed by predicted cost (`weigh`).
-
-
 MARGIN_S: Final = 0.02
 """A prompt moves to the decode worker only for a larger gain: about one decode step. Predictions leave out steps that run now
 and messages, so a smaller gain is noise. Tiny prompts on an idle cluster thus stay disaggregated, and decisions do not flap."""
-
-
-class Reason(Enum):
-    """The reason for a placement, as reports and metrics name it."""
-
-    REQUESTED = "requested"
-    CONFIGURED = "configured"
-    PREFILL_POOL_EMPTY = "prefill_pool_empty"
-    PAIRS_SET_ASIDE = "pairs_set_aside"
-    VERSIONS_DIFFER = "versions_differ"
-    """No two workers speak a common version of the protocol between workers."""
-    SHORT_PROMPT = "short_prompt"
-    PREFILL_QUEUE = "prefill_queue"
-    """The prompt would wait too long on the prefill worker."""
-    PREFILL_SLOW = "prefill_slow"
-    """The prefill worker computes too slowly."""
-    CACHED_SUFFIX = "cached_suffix"
-    """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
-    SIBLING = "sibling"
-    """The decode worker has the KV of the request's leader, which has the same prompt."""
-    TRANSFER = "transfer"
-    """The KV would take too long to move."""
-    SUSPECT = "suspect"
-    """Workers died while they computed the request, so one decode worker computes all of it, and nothing else."""
-    DEFAULT = "default"
-
-
 _NO_PAIR: Final = {
     Reason.PAIRS_SET_ASIDE: "every pair of workers is set aside",
     Reason.VERSIONS_DIFFER: "no prefill worker and decode worker speak a common version (`pdserve status` shows the versions)",
@@ -153,104 +120,36 @@ def _compute_reason(decoder: Candidate, lender: Candidate) -> Reason:
     return Reason.CACHED_SUFFIX if decoder.cached_tokens > lender.cached_tokens else Reason.PREFILL_SLOW
 
 
-# The scout -------------------------------------------------------------------------------------------------------
-#
-# The scout tells what workers would take for a request. It picks nothing.
-
-
-SOONEST: Final = Shortlist(least_loaded=1, holders=1)
-"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
-
-
-class Scout:
-    """Looks at single workers for single requests. The pools must be up to date."""
-
-    def __init__(self, config: RouterConfig, registry: Registry, pools: Pools, index: PrefixIndex) -> None:
-        self.transfers = Transfers()
-        """The measured cost of handoffs."""
-        self._registry = registry
-        self._pools = pools
-        self._index = index
-        self._walks: dict[Role, tuple[LiveRequest, int, Held]] = {}
-        """The last walk of each role, with the request and the state of the index that it belongs to."""
-        self._below_tokens = config.colocate_below_tokens
-        self._by_cost = config.colocate_by_cost
-
-    def soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
-        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. None: no worker may
-        take the request."""
-        held = self.held(role, request)
-        near = [] if held is None else held.longest(SOONEST.holders)
-        links = self._pools.of(role).shortlist(SOONEST, ask, near, 0)
-        return min(self._rows(role, request, links, held), key=lambda row: _order(row, request.work_len), default=None)
-
-    def row(self, request: LiveRequest, worker: Worker) -> Candidate:
-        """Return the row of a worker, with what it holds of the request's prompt."""
-        role = worker.hello.role
-        return self._rows(role, request, [worker.link], self.held(role, request))[0]
-
-    def local_reason(self, request: LiveRequest, reader: Candidate, lending: Ask) -> Reason | None:
-        """Return why a decode worker should compute the prompt of a request that may be placed freely. None: it should not.
-        `lending` describes the prefill workers that could compute it instead."""
-        uncached = uncached_tokens(reader, request.work_len)
-        if uncached < self._below_tokens:
-            return Reason.SHORT_PROMPT
-        worker = self._registry.get(reader.link)
-        if not self._by_cost or not reader.prompt_tokens_per_s or worker is None:
-            return None
-        lender = self.soonest(Role.PREFILL, request, lending)
-        exposed_s = self.transfers.exposed_s(uncached * worker.hello.kv_bytes_per_token)
-        return None if lender is None else weigh(reader, lender, request.work_len, exposed_s)
-
-    def with_cached(self, row: Candidate, request: LiveRequest, held: Held | None) -> Candidate:
-        """Return a row with the tokens of the request's prompt that the worker holds."""
-        blocks = 0 if held is None else held.blocks(row.link)
-        worker = self._registry.get(row.link) if blocks else None
-        if worker is None:
-            return row
-        return row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
-
-    def held(self, role: Role, request: LiveRequest) -> Held | None:
-        """Return who of a role holds which part of the request's prompt. One event asks for it several times. None: the keys of
-        the prompt are unknown."""
-        if not request.prefix_keys:
-            return None
-        walk = self._walks.get(role)
-        if walk is None or walk[0] is not request or walk[1] != self._index.changes:
-            walk = self._walks[role] = request, self._index.changes, self._index.walk(request.prefix_keys, role)
-        return walk[2]
-
-    def _rows(self, role: Role, request: LiveRequest, links: Iterable[LinkId], held: Held | None) -> list[Candidate]:
-        pool = self._pools.of(role)
-        return [self.with_cached(pool.row(link), request, held) for link in links]
-
-
-def _order(row: Candidate, prompt_tokens: int) -> tuple[bool, float, float]:
-    """Sort workers by their predicted TTFT. Those without a rate come last, by their load."""
-    soon_s = ttft_s(row, prompt_tokens)
-    return soon_s is None, soon_s or 0.0, row.load
-
-
-# The placer ------------------------------------------------------------------------------------------------------
-
-
 MAX_SCORES: Final = 16
 SITTING_OUT: Final = 1
 """This is added to the seed where chance decides who sits out, so that it does not depend on the draws of policies."""
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The decode worker and the placement that a request gets, and the reason for the placement."""
-
-    worker: Worker
-    placement: Placement
-    reason: Reason
-
+SOONEST: Final = Shortlist(least_loaded=1, holders=1)
+"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
 
 _Usable = Callable[[Worker], bool]
+_Way = tuple[_Usable | None, Placement, Reason]
+"""A way to place a request, with a function that tells whether a decode worker can be used for it. None: all can."""
+
+
+class Pick(NamedTuple):
+    """A worker for a part of a request, and how it was found."""
+
+    worker: Worker
+    why: Why
+    scores: Scores = ()
+    """The candidates with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the shortlist are not among
+    them."""
+    cached_tokens: int = 0
+    """The tokens of the prompt whose KV the worker probably holds."""
+    need_tokens: int = 0
+    """The tokens of KV that the request will probably take on a decode worker."""
+    placement: Placement = Placement.AUTO
+    """Where the prompt is computed, if a decode worker was picked for a new bind."""
+    reason: Reason = Reason.DEFAULT
+    row: Candidate | None = None
+    """The worker as its policy saw it."""
 
 
 class Placer:
@@ -265,6 +164,7 @@ class Placer:
         pairs: Pairs,
         index: PrefixIndex,
         health: Health,
+        sessions: Sessions,
         rankings: Rankings = BUILT_IN,
         seed: int = 0,
     ) -> None:
@@ -273,72 +173,65 @@ class Placer:
         self._pools = pools
         self._outputs = outputs
         self._pairs = pairs
+        self._index = index
         self._health = health
+        self._sessions = sessions
         self._seed = seed
         self._rankings = {Role.PREFILL: rankings.prefill, Role.DECODE: rankings.decode}
         self._configured = Placement(config.placement)
         self._colocate_below_tokens = config.colocate_below_tokens
+        self._by_cost = config.colocate_by_cost
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
-        self.scout = Scout(config, registry, pools, index)
-        self.scores: Scores = ()
-        """The candidates of the last pick with their scores, at most `MAX_SCORES`, for stories. Workers that were not on the
-        shortlist are not among them."""
-        self.why = Why.PROBE
-        """The reason of the last pick."""
-        self.cached_tokens = 0
-        """The tokens of the prompt whose KV the last pick probably holds."""
+        self._walks: dict[Role, tuple[LiveRequest, int, Held]] = {}
+        """The last walk of each role, with the request and the state of the index that it belongs to."""
+        self.transfers = Transfers()
+        """The measured cost of handoffs."""
         self.picks: Counter[tuple[Role, str, Why]] = Counter()
-        """The picks by role, policy and reason. Probes are not counted."""
+        """The picks that were used, by role, policy and reason. Probes and trials are not counted."""
         self.predicted_tokens = dict.fromkeys(Role, 0)
-        """The sum of `cached_tokens` of all picks, by role."""
-        self._decided: tuple[tuple[LiveRequest, int, float, int], tuple[Placement, Reason]] | None = None
-        """The last decision with all that it depended on. One event asks for it several times."""
-        self.last_turn: Callable[[LiveRequest, Role], LinkId | None] = lambda request, role: None
-        """Returns the worker that had the last turn of the request's session. None: the session has had none."""
+        """The sum of `cached_tokens` of all these picks, by role."""
+
+    # Disaggregated or colocated --------------------------------------------------------------------------------------
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
         """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
         and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help."""
         try:
-            self._decide(request, now_s, serving=True)  # who can be served now needs no wait, and is asked about again at once
+            self.decide(request, now_s=now_s)
         except Unavailable:
-            self._decide(request, now_s, serving=False)
+            self._rule(request, now_s, serving=False)
 
-    def decide(self, request: LiveRequest, *, now_s: float) -> tuple[Placement, Reason]:
-        """Choose between disaggregated and colocated. Raises `Unavailable` when no ready worker could ever serve the request as
-        asked."""
-        return self._decide(request, now_s, serving=True)
-
-    def _decide(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+    def decide(self, request: LiveRequest, *, now_s: float) -> Decision:
+        """Return the decision between disaggregated and colocated, which the request keeps. It is made again where workers have
+        changed since. Raises `Unavailable` when no ready worker could ever serve the request as asked."""
         self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
         self._pools.refresh()
-        if not serving or self.pairs_in_trouble:
-            return self._decide_anew(request, now_s, serving=serving)
-        mark = request, request.work_len, now_s, self._pools.shifts
-        if self._decided is None or self._decided[0] != mark:
-            self._decided = mark, self._decide_anew(request, now_s, serving=True)
-        return self._decided[1]
+        made = (now_s, self._pools.shifts, request.work_len, len(self._pairs))
+        if request.decision is None or request.decision.made != made or self.pairs_in_trouble:
+            placement, reason = self._rule(request, now_s, serving=True)
+            request.decision = Decision(placement, reason, made)
+        return request.decision
 
-    def _decide_anew(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
-        if not self._pools.decode.has(request.max_len, serving=serving):
-            if not self._pools.decode.has(0, serving=serving):
+    def _rule(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
+        """Apply the rules to the workers that serve now, or to those that may serve once they are ready."""
+        pools, prompt_tokens = self._pools, request.work_len
+        if not pools.decode.has(request.max_len, serving=serving):
+            if not pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
-        has_prefill = self._pools.prefill.heard(request.work_len + 1, now_s - self._suspect_s, serving=serving)
+        has_prefill = pools.prefill.heard(prompt_tokens + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,
             self._configured,
-            prompt_tokens=request.work_len,
+            prompt_tokens=prompt_tokens,
             colocate_below_tokens=self._colocate_below_tokens,
             has_prefill=has_prefill,
-            has_pair=has_prefill and self._has_pair(request, now_s, serving=serving),
+            has_pair=has_prefill and (not self._pairs_differ or self._has_pair(request, now_s, serving=serving)),
             no_pair=self._no_pair,
         )
 
     def _has_pair(self, request: LiveRequest, now_s: float, *, serving: bool) -> bool:
         """Tell whether KV may go from some prefill worker to some decode worker that are long enough for the request."""
-        if not self._pairs_differ:
-            return True
         reached = self._reach(request, now_s, serving=serving)
         tiers = self._pools.decode.fitting(request.max_len)
         readers = (worker for tier in tiers for worker in (tier.serving if serving else tier.known).values())
@@ -352,7 +245,7 @@ class Placer:
 
         def reached(reader: Worker) -> bool:
             kind = reader.hello.pairing
-            if kind not in known or len(self._pairs):
+            if kind not in known or self.pairs_in_trouble:
                 lenders = self._lenders(request, now_s, serving=serving)
                 known[kind] = any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
             return known[kind]
@@ -366,26 +259,94 @@ class Placer:
                 if not self._silent(worker, now_s):
                     yield worker
 
+    @property
+    def _pairs_differ(self) -> bool:
+        """Some prefill worker and some decode worker may not be paired, at present or ever."""
+        return self._registry.mixed_peers or self.pairs_in_trouble
+
+    @property
+    def _no_pair(self) -> Reason:
+        """The reason why some worker has no partner, if one has none. Pairs that have failed explain it first."""
+        return Reason.PAIRS_SET_ASIDE if self.pairs_in_trouble else Reason.VERSIONS_DIFFER
+
+    @property
+    def pairs_in_trouble(self) -> bool:
+        """Some pair of workers has failed, so time alone may make it usable again."""
+        return len(self._pairs) > 0
+
+    # Decode workers ----------------------------------------------------------------------------------------------------
+
+    def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Pick | None:
+        """Pick a decode worker and the placement. None: no worker that could serve the request has room.
+
+        A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
+        decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
+        worker. A sibling goes to the KV of its leader first. Raises `Unavailable` as `decide` does.
+        """
+        if request.beside is not None and (found := self._beside_leader(request, request.beside, now_s, turn)) is not None:
+            return found
+        ways, need_tokens = self._ways(request, now_s), self.need_tokens(request)
+        for usable, placement, reason in ways:
+            ask = Ask(request.max_len, need_tokens, self._heard_and(usable, now_s), turn)
+            found = self._choose(Role.DECODE, request, ask, now_s, local=placement is Placement.COLOCATED)
+            if found is not None:
+                local = None
+                if reason is Reason.DEFAULT and found.row is not None:
+                    local = self._local_reason(request, found.row, now_s)
+                if local is not None:
+                    placement, reason = Placement.COLOCATED, local
+                return found._replace(need_tokens=need_tokens, placement=placement, reason=reason)
+        return None
+
+    def _beside_leader(self, request: LiveRequest, link: LinkId, now_s: float, turn: Turn) -> Pick | None:
+        """Return the place beside the KV of the request's leader, where only what follows the last full block is computed.
+        None: that worker has left or drains, or has no room."""
+        worker = self._registry.get(link)
+        if worker is None:
+            return None
+        self._pools.refresh()
+        need_tokens, shared = self.need_tokens(request), shared_tokens(request, worker)
+        if not self._pools.decode.takes(link, Ask(request.max_len, need_tokens - shared, self._heard_and(None, now_s), turn)):
+            return None
+        return Pick(worker, Why.LEADER, (), shared, need_tokens, Placement.COLOCATED, Reason.SIBLING)
+
+    def _local_reason(self, request: LiveRequest, reader: Candidate, now_s: float) -> Reason | None:
+        """Return why a decode worker should compute the prompt of a request that may be placed freely: few tokens are left of
+        it, or that costs less. None: it should not. Rules of the client and of the settings come before that."""
+        uncached = uncached_tokens(reader, request.work_len)
+        if uncached < self._colocate_below_tokens:
+            return Reason.SHORT_PROMPT
+        worker = self._registry.get(reader.link)
+        if not self._by_cost or not reader.prompt_tokens_per_s or worker is None:
+            return None
+        lender = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
+        exposed_s = self.transfers.exposed_s(uncached * worker.hello.kv_bytes_per_token)
+        return None if lender is None else weigh(reader, lender, request.work_len, exposed_s)
+
     def need_tokens(self, request: LiveRequest) -> int:
         """Return how many tokens of KV the request will probably take on its decode worker."""
         tokens = request.work_len + self._outputs.expect(request)
         held = self._registry.held_tokens
         return min(tokens, held) if held else tokens
 
-    @property
-    def _pairs_differ(self) -> bool:
-        """Some prefill worker and some decode worker may not be paired, at present or ever."""
-        return len(self._pairs) > 0 or self._registry.mixed_peers
+    def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Pick | None:
+        """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
+        worker."""
+        self._pools.refresh()
+        source = self._registry.get(lender)
+        if source is None:
+            return None
 
-    @property
-    def _no_pair(self) -> Reason:
-        """The reason why some worker has no partner, if one has none. Pairs that have failed explain it first."""
-        return Reason.PAIRS_SET_ASIDE if len(self._pairs) else Reason.VERSIONS_DIFFER
+        def reads(worker: Worker) -> bool:
+            fresh = worker.hello.worker_id not in request.avoid
+            return fresh and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
 
-    @property
-    def pairs_in_trouble(self) -> bool:
-        """Some pair of workers has failed, so time alone may make it usable again."""
-        return len(self._pairs) > 0
+        need_tokens = self.need_tokens(request)
+        ask = Ask(request.max_len, need_tokens, self._heard_and(reads, now_s))
+        found = self._choose(Role.DECODE, request, ask, now_s)
+        return None if found is None else found._replace(need_tokens=need_tokens)
+
+    # Requests that wait ------------------------------------------------------------------------------------------------
 
     def kind_of(self, request: LiveRequest) -> Kind:
         """Return the kind of a waiting request: requests of one kind may be served by the same workers."""
@@ -399,82 +360,16 @@ class Placer:
             request.avoid,
         )
 
-    def place(self, request: LiveRequest, *, now_s: float, turn: Turn = FIRST) -> Place | None:
-        """Pick a decode worker and the placement. None: no worker that could serve the request has room.
-
-        A worker that is kept for a later turn has room for this request. A request that may be placed freely is colocated on a
-        decode worker that no KV may go to, rather than wait for a paired one: no disaggregated request has a use for that
-        worker. A sibling goes to the KV of its leader first. Raises `Unavailable` as `decide` does.
-        """
-        if request.beside is not None and (place := self._beside_leader(request, request.beside, now_s, turn)) is not None:
-            return place
-        placement, reason = self._decide(request, now_s, serving=True)
-        need = self.need_tokens(request)
-        for usable, how, because in self._tries(request, placement, reason, now_s):
-            ask = Ask(request.max_len, need, self._heard_and(usable, now_s), turn)
-            picked = self._choose(Role.DECODE, request, ask, now_s, local=how is Placement.COLOCATED)
-            if picked is not None:
-                return self._weighed(request, Place(picked[0], how, because), picked[1], now_s)
-        return None
-
-    def _beside_leader(self, request: LiveRequest, link: LinkId, now_s: float, turn: Turn) -> Place | None:
-        """Return the place beside the KV of the request's leader, where only what follows the last full block is computed.
-        None: that worker has left or drains, or has no room."""
-        worker = self._registry.get(link)
-        if worker is None:
-            return None
-        self._pools.refresh()
-        pool, shared = self._pools.decode, shared_tokens(request, worker)
-        if not pool.takes(link, Ask(request.max_len, self.need_tokens(request) - shared, self._heard_and(None, now_s), turn)):
-            return None
-        self.scores, self.why, self.cached_tokens = (), Why.LEADER, shared
-        self.predicted_tokens[Role.DECODE] += shared
-        self.picks[Role.DECODE, self._rankings[Role.DECODE].name, self.why] += 1
-        pool.picked(worker)
-        return Place(worker, Placement.COLOCATED, Reason.SIBLING)
-
-    def _weighed(self, request: LiveRequest, place: Place, row: Candidate, now_s: float) -> Place:
-        """Let the decode worker compute the prompt itself where few tokens are left of it, or where that costs less. Rules of
-        the client and of the settings come before that."""
-        if place.reason is not Reason.DEFAULT:
-            return place
-        reason = self.scout.local_reason(request, row, self._lending(request, now_s))
-        return place if reason is None else Place(place.worker, Placement.COLOCATED, reason)
-
-    def outlook(self, request: LiveRequest, *, now_s: float) -> Outlook | None:
-        """Return where the request would probably be placed now. It picks nothing. None: nobody could serve the request now, or
-        nobody can tell where."""
-        try:
-            placement, reason = self._decide(request, now_s, serving=True)
-        except Unavailable:
-            return None
-        lending = self._lending(request, now_s)
-        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), newcomer(request))
-        reader = self.scout.soonest(Role.DECODE, request, ask)
-        local = placement is Placement.COLOCATED
-        if reader is not None and reason is Reason.DEFAULT:
-            local = self.scout.local_reason(request, reader, lending) is not None
-        computer = (reader or self._any_reader(request)) if local else self.scout.soonest(Role.PREFILL, request, lending)
-        return None if computer is None else Outlook(computer, has_room=reader is not None)
-
-    def _lending(self, request: LiveRequest, now_s: float) -> Ask:
-        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
-
-    def _any_reader(self, request: LiveRequest) -> Candidate | None:
-        """Return one of the decode workers for whose room a request waits."""
-        workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
-        return next((self.scout.row(request, worker) for worker in workers), None)
-
     def waited_for(self, request: LiveRequest, *, now_s: float) -> list[Worker]:
         """Return the decode workers that could serve a request, whether they have room or not."""
-        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        ways = self._ways(request, now_s)
         workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
-        return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable in tries)]
+        return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable, _, _ in ways)]
 
     def to_keep(self, request: LiveRequest, *, now_s: float) -> Worker | None:
         """Return the decode worker whose next room a request without room should claim. None: all that could serve it are
         claimed."""
-        for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s):
+        for usable, _, _ in self._ways(request, now_s):
             worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
             if worker is not None:
                 return worker
@@ -482,33 +377,31 @@ class Placer:
 
     def may_keep(self, request: LiveRequest, worker: Worker, *, now_s: float) -> bool:
         """Tell whether a worker that a request has claimed could still serve it."""
-        tries = [usable for usable, _, _ in self._tries(request, *self.decide(request, now_s=now_s), now_s)]
+        ways = self._ways(request, now_s)
         fits = worker.serves and not self.suspect(worker, now_s=now_s) and worker.hello.max_model_len >= request.max_len
-        return fits and any(usable is None or usable(worker) for usable in tries)
+        return fits and any(usable is None or usable(worker) for usable, _, _ in ways)
 
-    def _tries(
-        self, request: LiveRequest, placement: Placement, reason: Reason, now_s: float
-    ) -> list[tuple[_Usable | None, Placement, Reason]]:
-        """Return the ways to place a request, the best one first. Each has a function that tells whether a worker can be used
-        in that way, or None where all can."""
-        tries: list[tuple[_Usable | None, Placement, Reason]] = [(None, placement, reason)]
-        if placement is Placement.DISAGGREGATED and self._pairs_differ:
+    # Ways --------------------------------------------------------------------------------------------------------------
+
+    def _ways(self, request: LiveRequest, now_s: float) -> list[_Way]:
+        """Return the ways to place a request, the best one first. Raises `Unavailable` as `decide` does."""
+        decision = self.decide(request, now_s=now_s)
+        ways: list[_Way] = [(None, decision.placement, decision.reason)]
+        if decision.placement is Placement.DISAGGREGATED and self._pairs_differ:
             reached = self._reach(request, now_s)
-            tries = [(reached, placement, reason)]
-            if reason is Reason.DEFAULT:
-                tries.append((lambda worker: not reached(worker), Placement.COLOCATED, self._no_pair))
-        return self._avoiding(request, tries, now_s) if request.avoid else tries
+            ways = [(reached, decision.placement, decision.reason)]
+            if decision.reason is Reason.DEFAULT:
+                ways.append((lambda worker: not reached(worker), Placement.COLOCATED, self._no_pair))
+        return self._avoiding(request, ways, now_s) if request.avoid else ways
 
-    def _avoiding(
-        self, request: LiveRequest, tries: list[tuple[_Usable | None, Placement, Reason]], now_s: float
-    ) -> list[tuple[_Usable | None, Placement, Reason]]:
+    def _avoiding(self, request: LiveRequest, ways: list[_Way], now_s: float) -> list[_Way]:
         """Return the same ways without the workers that the request avoids, as long as another one that serves could take the
         request in one of these ways. It waits for the room of that one."""
         heard = self._heard_and(lambda worker: worker.hello.worker_id not in request.avoid, now_s)
         readers = [w for tier in self._pools.decode.fitting(request.max_len) for w in tier.alive.values() if heard(w)]
-        if not any(usable is None or usable(worker) for usable, _, _ in tries for worker in readers):
-            return tries
-        return [(self._heard_and(_both(usable, heard), now_s), placement, reason) for usable, placement, reason in tries]
+        if not any(usable is None or usable(worker) for usable, _, _ in ways for worker in readers):
+            return ways
+        return [(self._heard_and(_both(usable, heard), now_s), placement, reason) for usable, placement, reason in ways]
 
     def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
         """Return a function that tells whether a worker was heard of late and is usable."""
@@ -517,30 +410,15 @@ class Placer:
             return lambda worker: worker.last_seen_s >= since_s
         return lambda worker: worker.last_seen_s >= since_s and usable(worker)
 
-    def rebind_worker(self, request: LiveRequest, lender: LinkId, *, now_s: float) -> Worker | None:
-        """Pick a decode worker that has room now, by the estimate, and may read from `lender`. None: there is no such
-        worker."""
-        self._pools.refresh()
-        source = self._registry.get(lender)
-        if source is None:
-            return None
+    # Prefill workers ---------------------------------------------------------------------------------------------------
 
-        def reads(worker: Worker) -> bool:
-            fresh = worker.hello.worker_id not in request.avoid
-            return fresh and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
-
-        allowed = self._heard_and(reads, now_s)
-        picked = self._choose(Role.DECODE, request, Ask(request.max_len, self.need_tokens(request), allowed), now_s)
-        return None if picked is None else picked[0]
-
-    def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Worker | None:
+    def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Pick | None:
         """Pick a prefill worker that takes new work and whose KV may go to that decode worker. A probe has chosen its own.
         None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
-            self.scores, self.why, self.cached_tokens = (), Why.PROBE, 0
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
-            return None if peer is None or peer.draining else peer
+            return None if peer is None or peer.draining else Pick(peer, Why.PROBE)
         reader = self._registry.get(decode)
         if reader is None:
             return None
@@ -549,15 +427,134 @@ class Placer:
         if self._pairs_differ:
             usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
         ask = Ask(request.work_len + 1, 0, self._heard_and(usable, now_s))
-        picked = None
+        found = None
         if request.avoid:
-            picked = self._choose(Role.PREFILL, request, _without(ask, request.avoid), now_s)
-        picked = picked or self._choose(Role.PREFILL, request, ask, now_s)
-        return None if picked is None else picked[0]
+            others = _both(ask.allowed, lambda worker: worker.hello.worker_id not in request.avoid)
+            found = self._choose(Role.PREFILL, request, ask._replace(allowed=others), now_s)
+        return found or self._choose(Role.PREFILL, request, ask, now_s)
 
-    def chose_alone(self) -> None:
-        """Note for the story that a worker was chosen because it serves nobody else. Nothing is known of its KV."""
-        self.scores, self.why, self.cached_tokens = (), Why.ALONE, 0
+    # Forecasts ---------------------------------------------------------------------------------------------------------
+
+    def outlook(self, request: LiveRequest, *, now_s: float) -> tuple[Candidate | None, bool]:
+        """Return the worker that would probably compute the prompt of a new request as things are now, and whether some decode
+        worker would take the request at once. None: nobody could serve the request now, or nobody can tell. It picks nothing:
+        the policy may choose another worker, and a request that is refused takes nobody's turn."""
+        try:
+            decision = self.decide(request, now_s=now_s)
+        except Unavailable:
+            return None, False
+        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), newcomer(request))
+        reader = self._soonest(Role.DECODE, request, ask)
+        local = decision.placement is Placement.COLOCATED
+        if reader is not None and decision.reason is Reason.DEFAULT:
+            local = self._local_reason(request, reader, now_s) is not None
+        computer = reader
+        if not local:
+            computer = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
+        elif reader is None:  # one of those for whose room the request would wait
+            workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+            computer = next((self._row(request, worker.link, Role.DECODE) for worker in workers), None)
+        return computer, reader is not None
+
+    def _lending(self, request: LiveRequest, now_s: float) -> Ask:
+        """Describe the prefill workers that could compute the prompt."""
+        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
+
+    def _soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
+        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. Those without a rate
+        come last, by their load. None: no worker may take the request."""
+        held = self._held(role, request)
+        near = [] if held is None else held.longest(SOONEST.holders)
+        best: tuple[tuple[bool, float, float], Candidate] | None = None
+        for link in self._pools.by_role[role].shortlist(SOONEST, ask, near, 0):
+            row = self._row(request, link, role)
+            soon_s = ttft_s(row, request.work_len)
+            order = (soon_s is None, soon_s or 0.0, row.load)
+            if best is None or order < best[0]:
+                best = order, row
+        return None if best is None else best[1]
+
+    # One choice --------------------------------------------------------------------------------------------------------
+
+    def _choose(self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False) -> Pick | None:
+        """Let the policy of a role pick one of the workers that `ask` describes. None: there is none. `local`: the decode
+        worker computes the prompt."""
+        pool, ranking = self._pools.by_role[role], self._rankings[role]
+        which = ranking.shortlist
+        held = self._held(role, request)
+        session = self._sessions.last_turn(request, role) if request.session_id else None
+        near = [] if held is None else held.longest(which.holders)
+        if session is not None and which.session:
+            near.append(session)
+        links = self._shortlist(pool, ranking, request, ask, near, now_s)
+        if not links:
+            return None
+        if held or session is not None or which.drawn or which.everyone:
+            rows = [self._row(request, link, role, ranking, session) for link in links]
+        else:
+            rows = [pool.row(link) for link in links]
+        work_len = request.work_len
+        scores = ranking.scores(rows, RequestView(work_len, ask.kv_tokens or work_len, *_targets(request, role, now_s, local)))
+        picked = pick(rows, scores)
+        worker = None if picked is None else self._registry.get(picked.link)
+        if picked is None or worker is None:
+            return None
+        shown = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
+        return Pick(worker, why(picked, which), shown, picked.cached_tokens, row=picked)
+
+    def took(self, found: Pick) -> None:
+        """Count a pick that is used: the worker has had its turn."""
+        if found.why is not Why.PROBE and found.why is not Why.ALONE:
+            role = found.worker.hello.role
+            self.predicted_tokens[role] += found.cached_tokens
+            self.picks[role, self._rankings[role].name, found.why] += 1
+            self._pools.by_role[role].picked(found.worker)
+
+    def _shortlist(
+        self, pool: Pool, ranking: Ranking, request: LiveRequest, ask: Ask, near: Sequence[LinkId], now_s: float
+    ) -> list[LinkId]:
+        """Return the candidates of a policy. Workers with a handicap sit out all but a share of the picks while another worker
+        takes the request, and all of them if the request has failed elsewhere. So recent failures weigh the same under every
+        policy, also under one that looks at no load, and no order of a pool depends on them."""
+        if self._health.handicapped(now_s):
+            seed, number, again = self._seed + SITTING_OUT, pool.picks + 1, bool(request.avoid)
+
+            def takes_part(worker: Worker) -> bool:
+                handicap = 0.0 if worker.account is None else worker.account.handicap(now_s)
+                return not handicap or (not again and draw(seed, number, worker.link) * (1.0 + handicap) < 1.0)
+
+            links = pool.shortlist(ranking.shortlist, ask._replace(allowed=_both(ask.allowed, takes_part)), near, self._seed)
+            if links:
+                return links
+        return pool.shortlist(ranking.shortlist, ask, near, self._seed)
+
+    def _row(
+        self, request: LiveRequest, link: LinkId, role: Role, ranking: Ranking | None = None, session: LinkId | None = None
+    ) -> Candidate:
+        """Return a worker's row with what it holds of the request's prompt, and with what a policy sees of the request."""
+        pool, held = self._pools.by_role[role], self._held(role, request)
+        row = pool.row(link)
+        blocks = 0 if held is None else held.blocks(link)
+        worker = self._registry.get(link) if blocks else None
+        if worker is not None:
+            row = row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
+        if link == session:
+            row = row._replace(session=True)
+        if ranking is not None and (ranking.shortlist.drawn or ranking.shortlist.everyone):
+            row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
+        return row
+
+    def _held(self, role: Role, request: LiveRequest) -> Held | None:
+        """Return who of a role holds which part of the request's prompt. One event asks for it several times. None: the keys of
+        the prompt are unknown."""
+        if not request.prefix_keys:
+            return None
+        walk = self._walks.get(role)
+        if walk is None or walk[0] is not request or walk[1] != self._index.changes:
+            walk = self._walks[role] = request, self._index.changes, self._index.walk(request.prefix_keys, role)
+        return walk[2]
+
+    # Workers that get nothing --------------------------------------------------------------------------------------------
 
     def suspect(self, worker: Worker, *, now_s: float) -> bool:
         """Tell whether the worker is silent or its engine makes no steps. Such a worker gets nothing new, and may be lost."""
@@ -585,77 +582,10 @@ class Placer:
         more = f"; it is tried again in {left_s:.0f} s" if left_s > 0 else ""
         return "" if worker.readiness.ready else worker.readiness.reason + more
 
-    # One choice ------------------------------------------------------------------------------------------------------
-
-    def _choose(
-        self, role: Role, request: LiveRequest, ask: Ask, now_s: float, *, local: bool = False
-    ) -> tuple[Worker, Candidate] | None:
-        """Let the policy of a role pick one of the workers that `ask` describes, and return it with its row. None: there is
-        none. `local`: the decode worker computes the prompt."""
-        pool, ranking = self._pools.of(role), self._rankings[role]
-        held = self.scout.held(role, request)
-        session = self.last_turn(request, role)
-        near = [] if held is None else held.longest(ranking.shortlist.holders)
-        if session is not None and ranking.shortlist.session:
-            near.append(session)
-        links = self._shortlist(pool, ranking, request, ask, near, now_s)
-        if not links:
-            return None
-        if held or session is not None or ranking.shortlist.drawn or ranking.shortlist.everyone:
-            rows = [self._row(pool, ranking, link, request, held, session) for link in links]
-        else:
-            rows = [pool.row(link) for link in links]
-        view = RequestView(request.work_len, ask.kv_tokens or request.work_len, *_targets(request, role, now_s, local=local))
-        scores = ranking.scores(rows, view)
-        picked = pick(rows, scores)
-        worker = None if picked is None else self._registry.get(picked.link)
-        if picked is None or worker is None:
-            return None
-        self.scores = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
-        self.why = why(picked, ranking.shortlist)
-        self.cached_tokens = picked.cached_tokens
-        self.predicted_tokens[role] += picked.cached_tokens
-        self.picks[role, ranking.name, self.why] += 1
-        pool.picked(worker)
-        return worker, picked
-
-    def _shortlist(
-        self, pool: Pool, ranking: Ranking, request: LiveRequest, ask: Ask, near: list[LinkId], now_s: float
-    ) -> list[LinkId]:
-        """Return the candidates of a policy. Workers with a handicap sit out all but a share of the picks while another worker
-        takes the request, and all of them if the request has failed elsewhere. So recent failures weigh the same under every
-        policy, also under one that looks at no load, and no order of a pool depends on them."""
-        if self._health.handicapped(now_s):
-            seed, pick, again = self._seed + SITTING_OUT, pool.picks + 1, bool(request.avoid)
-
-            def takes_part(worker: Worker) -> bool:
-                handicap = 0.0 if worker.account is None else worker.account.handicap(now_s)
-                return not handicap or (not again and draw(seed, pick, worker.link) * (1.0 + handicap) < 1.0)
-
-            links = pool.shortlist(ranking.shortlist, ask._replace(allowed=_both(ask.allowed, takes_part)), near, self._seed)
-            if links:
-                return links
-        return pool.shortlist(ranking.shortlist, ask, near, self._seed)
-
-    def _row(
-        self, pool: Pool, ranking: Ranking, link: LinkId, request: LiveRequest, held: Held | None, session: LinkId | None
-    ) -> Candidate:
-        """Return a worker's row with what depends on the request."""
-        row, which = self.scout.with_cached(pool.row(link), request, held), ranking.shortlist
-        if link == session:
-            row = row._replace(session=True)
-        if which.drawn or which.everyone:
-            row = row._replace(draw=draw(self._seed, pool.picks + 1, link))
-        return row
-
 
 def _both(one: _Usable | None, other: _Usable) -> _Usable:
     """Return a function that tells whether a worker can be used by both."""
     return other if one is None else lambda worker: one(worker) and other(worker)
-
-
-def _without(ask: Ask, avoid: tuple[WorkerId, ...]) -> Ask:
-    return ask._replace(allowed=_both(ask.allowed, lambda worker: worker.hello.worker_id not in avoid))
 
 
 def shared_tokens(request: LiveRequest, worker: Worker) -> int:
@@ -665,7 +595,7 @@ def shared_tokens(request: LiveRequest, worker: Worker) -> int:
     return (request.work_len - 1) // block_size * block_size
 
 
-def _targets(request: LiveRequest, role: Role, now_s: float, *, local: bool) -> tuple[float | None, float | None]:
+def _targets(request: LiveRequest, role: Role, now_s: float, local: bool) -> tuple[float | None, float | None]:
     """Return the time that is left for the first token, and the target for the time between tokens. None: there is no such
     target, or a worker of the role does not decide about it."""
     target_s, tpot_s = request.slo.ttft_s, request.slo.tpot_s

@@ -569,23 +569,21 @@ class Pools:
         self._registry = registry
         self.prefill = Pool(Role.PREFILL, ledger)
         self.decode = Pool(Role.DECODE, ledger)
+        self.by_role = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
 
     def refresh(self) -> None:
-        """Take in all workers that have changed since the last call, and let the mean rates follow."""
-        self._update()
+        """Take in all workers that have changed since the last call, and let the mean rate of prefill workers follow: only
+        theirs count."""
+        if self._registry.changed:
+            self._update()
         self.prefill.settle()
-        self.decode.settle()
 
     def _update(self) -> None:
         changed = self._registry.changed
         while changed:
             link, role = next(iter(changed.items()))
-            self.of(role).update(link, self._registry.get(link))
+            self.by_role[role].update(link, self._registry.get(link))
             del changed[link]
-
-    def of(self, role: Role) -> Pool:
-        """Return the pool of a role."""
-        return self.prefill if role is Role.PREFILL else self.decode
 
     @property
     def opened(self) -> int:
@@ -606,5 +604,5 @@ class Pools:
         """Assert that both pools are what they would be if they were made anew. The mean rates stay as they are: a recording
         does not tell when this was asked, and its replay must decide the same."""
         self._update()
-        for role in Role:
-            self.of(role).check_invariants({worker.link: worker for worker in self._registry.of_role(role)})
+        for role, pool in self.by_role.items():
+            pool.check_invariants({worker.link: worker for worker in self._registry.of_role(role)})

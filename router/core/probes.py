@@ -23,9 +23,10 @@ from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.worker import Role, WorkerHello, shown_digest
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, LinkId, Submit
-from router.core.live_request import LiveRequest, Probe
+from router.core.live_request import LiveRequest, Probe, Reason
 from router.core.pairs import Pairs
-from router.core.placer import Placer, Reason
+from router.core.placer import Pick, Placer
+from router.core.policy import Why
 from router.core.probe_book import ProbeBook
 from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.requests import Requests
@@ -155,8 +156,12 @@ class Probes:
                 worker.readiness.probes += 1
         self._requests.add(request)
         placement = Placement.COLOCATED if prefill is None else Placement.DISAGGREGATED
-        bind = self._dispatcher.bind(request, decode, placement, Reason.REQUESTED, now_s)
-        yield from self._requests.alone(request, bind, now_s)
+        need_tokens = self._placer.need_tokens(request)
+        pick = Pick(decode, Why.PROBE, (), 0, need_tokens, placement, Reason.REQUESTED)
+        yield from self._requests.alone(request, self._bind(request, pick, now_s), now_s)
+
+    def _bind(self, request: LiveRequest, pick: Pick, now_s: float) -> Effects:
+        yield self._dispatcher.bind(request, pick, now_s)
 
     def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
         """Make the request of a probe. Its prompt is one full block and one token of the next block where both workers hold as

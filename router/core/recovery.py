@@ -162,7 +162,9 @@ class Recovery:
 
     def rebind(self, request: LiveRequest, error: PdserveError, now_s: float) -> Effects:
         """Let another decode worker read the lease after the loss `error` of a worker. If none has room, retry."""
-        if (yield from self._dispatcher.rebind(request, now_s)):
+        command = self._dispatcher.rebind(request, now_s)
+        if command is not None:
+            yield command
             request.loss = error
             request.rebinds += 1
         else:

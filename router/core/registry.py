@@ -367,6 +367,12 @@ class Registry:
         """Return the worker of a link, or None when it has left."""
         return self._by_link.get(link)
 
+    def touch(self, link: LinkId) -> None:
+        """Note that something has changed by which the worker of a link is chosen. It may have left."""
+        worker = self._by_link.get(link)
+        if worker is not None:
+            worker.touch()
+
     def find(self, worker_id: WorkerId) -> Worker | None:
         """Return the linked worker with this id, or None."""
         return next((w for w in self._by_link.values() if w.hello.worker_id == worker_id), None)

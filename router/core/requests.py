@@ -7,7 +7,7 @@ emitted. Each happens exactly once, because all three happen in `_forget`, which
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
 from pdserve.core.errors import DeadlineExceeded, InternalBug, Overloaded, PdserveError
@@ -18,6 +18,7 @@ from pdserve.observe.story import Value
 from router.core.demand import Demand
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
 from router.core.forecast import ExpectedOutputs
+from router.core.health import Health
 from router.core.ledger import Ledger, StayMean
 from router.core.live_request import LiveRequest, Probe, RemoteWork
 from router.core.pools import Sessions
@@ -85,15 +86,25 @@ class Requests:
     """Holds the live requests."""
 
     def __init__(
-        self, registry: Registry, waiting: WaitingRequests, limits: QueueLimits, probe_book: ProbeBook, index: PrefixIndex
+        self,
+        registry: Registry,
+        ledger: Ledger,
+        outputs: ExpectedOutputs,
+        sessions: Sessions,
+        waiting: WaitingRequests,
+        limits: QueueLimits,
+        probe_book: ProbeBook,
+        index: PrefixIndex,
+        health: Health,
     ) -> None:
         self.registry = registry
-        self._index = index
+        self.ledger = ledger
+        self.outputs = outputs
         self.waiting = waiting
+        self._sessions = sessions
         self._limits = limits
-        self.ledger = Ledger(self._charge_changed)
-        self.outputs = ExpectedOutputs()
-        self.sessions = Sessions(registry)
+        self._index = index
+        self._health = health
         self.stays = StayMean()
         self.stories = Stories()
         self.demand = Demand()
@@ -103,8 +114,6 @@ class Requests:
         self._probes = 0
         self._arrivals = 0
         self._handles = 0
-        self.saw_end: Callable[[LiveRequest, PdserveError | None], None] = lambda request, error: None
-        """Is told the end of each request of a client."""
 
     def __len__(self) -> int:
         """Return the number of live requests of clients. The router's own probes are not counted."""
@@ -218,13 +227,8 @@ class Requests:
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
-        self.sessions.placed(request, worker)
+        self._sessions.placed(request, worker)
         return work
-
-    def _charge_changed(self, link: LinkId) -> None:
-        worker = self.registry.get(link)
-        if worker is not None:
-            worker.touch()
 
     def drop(self, work: RemoteWork) -> Worker | None:
         """Forget work that has ended at its worker. Return the worker, or None when it has left."""
@@ -321,7 +325,7 @@ class Requests:
             self._probes -= 1
             self._probe_book.ended(request.probe, error, now_s)
             return
-        self.saw_end(request, error)
+        self._health.ended(request, error)
         yield EmitDone(request.request_id, report) if error is None else EmitFailed(request.request_id, error, report)
         self.demand.ended(request, report, error)
         self._limits.saw_finish(now_s)

@@ -9,7 +9,8 @@ Every action of every part returns its effects, so a failed one leaves nothing f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from pdserve.config import RouterConfig
@@ -61,15 +62,16 @@ from router.core.events import (
     WorkerLost,
 )
 from router.core.fair_slots import FairSlots
-from router.core.forecaster import Forecaster
+from router.core.forecast import ExpectedOutputs
 from router.core.handoff import Handoff
 from router.core.health import Health
+from router.core.ledger import Ledger
 from router.core.live_request import LiveRequest, RemoteWork
 from router.core.migration import Migration
 from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy import BUILT_IN, Rankings
-from router.core.pools import Pools
+from router.core.pools import Pools, Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
@@ -99,8 +101,7 @@ class RouterCore:
 
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
         """`seed` is the only source of chance: policies that draw workers draw by it."""
-        self.registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
-        self.waiting = WaitingRequests(lambda request: self.placer.kind_of(request))
+        self.registry = registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
         self._derived = DerivedLimits(config)
         self.limits = self._derived.now()
         """The limits that hold now."""
@@ -109,62 +110,60 @@ class RouterCore:
             max_tokens=self.limits.queued_tokens,
             client_share=config.client_queue_share,
         )
-        self._probe_book = ProbeBook(self.registry)
-        self.prefix_index = PrefixIndex(self.limits.index_bytes)
-        self.requests = Requests(self.registry, self.waiting, self._limits, self._probe_book, self.prefix_index)
-        self.ledger = self.requests.ledger
-        self.health = Health(self.registry, enabled=config.eject_workers)
-        self.requests.saw_end = self.health.ended
+        self._probe_book = book = ProbeBook(registry)
+        self.prefix_index = index = PrefixIndex(self.limits.index_bytes)
+        self.ledger = Ledger(registry.touch)
+        self.health = Health(registry, enabled=config.eject_workers)
         self.pairs = Pairs(aside_s=config.pair_aside_s, aside_max_s=config.pair_aside_max_s)
-        self.pools = Pools(self.registry, self.ledger)
-        self.placer = Placer(
-            config, self.registry, self.pools, self.requests.outputs, self.pairs, self.prefix_index, self.health, rankings, seed
+        self.pools = Pools(registry, self.ledger)
+        outputs, sessions = ExpectedOutputs(), Sessions(registry)
+        self.placer = placer = Placer(
+            config, registry, self.pools, outputs, self.pairs, index, self.health, sessions, rankings, seed
         )
-        self.placer.last_turn = self.requests.sessions.last_turn
-        self._dispatcher = Dispatcher(
-            self.requests, self.placer, self.pools, self._probe_book, recovery_wait_s=config.recovery_wait_s
+        self.waiting = WaitingRequests(placer.kind_of)
+        self.requests = requests = Requests(
+            registry, self.ledger, outputs, sessions, self.waiting, self._limits, book, index, self.health
         )
-        self.recovery = Recovery(self.requests, self._dispatcher, self.pairs, self.health, config)
-        self._migration = Migration(self.requests, self._dispatcher, self.placer)
-        self._fair_slots = FairSlots(self.requests, self._dispatcher, self.placer)
-        self.suspects = Suspects(self.requests, self._dispatcher, self.placer, wait_s=config.recovery_wait_s)
-        self._tokens = Tokens(self.requests)
-        self._handoff = Handoff(
-            self.requests, self._dispatcher, self.recovery, self.pairs, self._tokens, self.placer.scout.transfers, self.health
-        )
-        self._probes = Probes(
-            self.registry,
-            self.requests,
-            self._dispatcher,
-            self.placer,
-            self.pairs,
-            self._probe_book,
-            enabled=config.probe_workers,
-        )
-        self._forecaster = Forecaster(self.placer, self.requests)
+        wait_s = config.recovery_wait_s
+        self._dispatcher = dispatcher = Dispatcher(requests, placer, self.pools, book, recovery_wait_s=wait_s)
+        self.recovery = Recovery(requests, dispatcher, self.pairs, self.health, config)
+        self._migration = Migration(requests, dispatcher, placer)
+        self._fair_slots = FairSlots(requests, dispatcher, placer)
+        self.suspects = Suspects(requests, dispatcher, placer, wait_s=wait_s)
+        self._probes = Probes(registry, requests, dispatcher, placer, self.pairs, book, enabled=config.probe_workers)
+        tokens = Tokens(requests)
+        handoff = Handoff(requests, dispatcher, self.recovery, self.pairs, tokens, placer.transfers, self.health)
         self._lost_s = config.heartbeat_lost_s
         self._needs_prefill = config.placement == "disaggregated"
         self._leaving: dict[WorkerId, _Leaving] = {}
-        self._handlers: dict[type[Any], Callable[[Any, float], Effects]] = {
+
+        decode, prefill, any_role = Role.DECODE, Role.PREFILL, None
+        self._handlers: dict[type[Any], Callable[[Any, float], Iterable[Effect]]] = {
+            # Clients and time
             Submit: self._submit,
             ClientGone: self._client_gone,
             Tick: self._tick,
+            # Workers
             WorkerJoined: self._worker_joined,
             WorkerLeft: self._worker_left,
             WorkerLost: self._worker_lost,
             HeartbeatSeen: self._heartbeat,
             PrefixSeen: self._prefix_seen,
+            # Operators
             DrainAsked: self._drain_asked,
             FlipAsked: self._flip_asked,
             BudgetAsked: self._budget_asked,
-            Reserved: self._reserved,
-            NoRoom: self._no_room,
-            Refused: self._refused,
-            PrefillStarted: self._prefill_started,
-            KvCommitted: self._kv_committed,
-            RequestFailed: self._request_failed,
-            StepRows: self._step_rows,
+            # Reports of workers about one request, with the role that may send them
+            Reserved: partial(self._about, decode, handoff.reserved),
+            NoRoom: partial(self._about, decode, handoff.no_room),
+            Refused: partial(self._about, any_role, handoff.place_elsewhere),
+            PrefillStarted: partial(self._about, prefill, handoff.prefill_started),
+            KvCommitted: partial(self._about, decode, handoff.committed),
+            RequestFailed: partial(self._about, any_role, self.recovery.work_failed),
+            # Tokens
+            StepRows: tokens.step,
         }
+        """What follows each event."""
 
     @property
     def num_requests(self) -> int:
@@ -223,30 +222,25 @@ class RouterCore:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
         request = self.requests.make(submit)
         self.placer.check(request, now_s=now_s)
-        prompt_tokens = len(submit.spec.prompt_ids)
-        shed = [] if request.leader else self._make_room(request, now_s)
-        waiting = len(self.waiting)
+        shed: list[LiveRequest] = []
+        if not request.leader:  # siblings come with their leader, so that a group is never half refused
+            try:
+                self._dispatcher.foresee(request, now_s)
+                shed = self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s, client=request.client)
+            except Overloaded:
+                self.requests.demand.count_refusal(request.slo.name)
+                raise
         foreseen = {"predicted_ttft_s": request.predicted_ttft_s} if request.predicted_ttft_s else {}
         request.story.note(
             now_s,
             StoryKind.QUEUED,
-            prompt_tokens=prompt_tokens,
-            waiting=waiting,
+            prompt_tokens=len(submit.spec.prompt_ids),
+            waiting=len(self.waiting),
             slo_class=submit.slo.name,
             shed=len(shed),
             **foreseen,
         )
         return self.requests.alone(request, self._accept(request, shed, now_s), now_s)
-
-    def _make_room(self, request: LiveRequest, now_s: float) -> list[LiveRequest]:
-        """Return the requests that give way to a new one. Raises `Overloaded` if it may not wait. Siblings are not asked: they
-        come with their leader, so that a group is never half refused."""
-        try:
-            self._forecaster.foresee(request, now_s)
-            return self._limits.make_room(request.slo, request.new_prompt_tokens, now_s=now_s, client=request.client)
-        except Overloaded:
-            self.requests.demand.count_refusal(request.slo.name)
-            raise
 
     def _accept(self, request: LiveRequest, shed: list[LiveRequest], now_s: float) -> Effects:
         for other in shed:
@@ -254,7 +248,7 @@ class RouterCore:
         self.recovery.bucket.admitted()
         self.requests.add(request)
         self.requests.demand.admitted(request)
-        leader = self.requests.get(request.leader)
+        leader = self.requests.get(request.leader) if request.leader else None
         if leader is not None and request.prefix_keys:  # without keys nobody shares a block of the prompt
             if leader.kv_link is None:
                 request.story.note(now_s, StoryKind.BEHIND, leader=leader.request_id)
@@ -278,7 +272,7 @@ class RouterCore:
         if event.late_s:
             self.registry.forgive(event.late_s, now_s=now_s)
         for link in event.alive:
-            self._seen(link, now_s)
+            self.registry.seen(link, now_s=now_s)
         self.placer.note_silence(now_s=now_s)
         for worker in self.registry.silent_since(now_s - self._lost_s):
             silent_s = now_s - worker.last_seen_s
@@ -364,7 +358,7 @@ class RouterCore:
             yield from self.requests.alone(work.request, self.recovery.worker_lost(work, error, now_s), now_s)
 
     def _heartbeat(self, event: HeartbeatSeen, now_s: float) -> Effects:
-        worker = self._seen(event.link, now_s)
+        worker = self.registry.seen(event.link, now_s=now_s)
         if worker is not None:
             self.registry.saw_heartbeat(worker, event.load)
             if event.load.draining:
@@ -379,7 +373,7 @@ class RouterCore:
             yield SendAlive(event.link)
 
     def _prefix_seen(self, event: PrefixSeen, now_s: float) -> Effects:
-        worker = self._seen(event.link, now_s)
+        worker = self.registry.seen(event.link, now_s=now_s)
         if worker is not None:
             try:
                 yield from self._ask_keys(self.prefix_index.apply(event.link, event.delta, now_s=now_s))
@@ -404,13 +398,10 @@ class RouterCore:
         self.registry.check_flip(worker, event.role, needs_prefill=self._needs_prefill)
         return self._send_away(worker, event.role, now_s)
 
-    def _budget_asked(self, event: BudgetAsked, now_s: float) -> Effects:
+    def _budget_asked(self, event: BudgetAsked, now_s: float) -> Iterable[Effect]:
         worker = self.linked(event.worker_id)
         check_budget(worker.hello, event.max_num_batched_tokens, event.max_num_seqs)
-        return self._set_budget(worker, event)
-
-    def _set_budget(self, worker: Worker, event: BudgetAsked) -> Effects:
-        yield SendBudget(worker.link, event.max_num_batched_tokens, event.max_num_seqs)
+        return (SendBudget(worker.link, event.max_num_batched_tokens, event.max_num_seqs),)
 
     def _send_away(self, worker: Worker, role: Role | None, now_s: float) -> Effects:
         """Let a worker become empty, and then come back in `role`. None: it ends. Its requests move as far as others have
@@ -421,45 +412,20 @@ class RouterCore:
         self._migration.look()
         yield from self._migration.migrate(now_s)
 
-    def _seen(self, link: LinkId, now_s: float) -> Worker | None:
-        return self.registry.seen(link, now_s=now_s)
-
-    # Reports of workers about one request -----------------------------------------------------------------------------
-
-    def _reserved(self, event: Reserved, now_s: float) -> Effects:
-        return self._about(event, Role.DECODE, lambda work: self._handoff.reserved(work, event, now_s), now_s)
-
-    def _no_room(self, event: NoRoom, now_s: float) -> Effects:
-        return self._about(event, Role.DECODE, lambda work: self._handoff.no_room(work, event, now_s), now_s)
-
-    def _refused(self, event: Refused, now_s: float) -> Effects:
-        return self._about(event, None, lambda work: self._handoff.place_elsewhere(work, now_s), now_s)
-
-    def _prefill_started(self, event: PrefillStarted, now_s: float) -> Effects:
-        return self._about(event, Role.PREFILL, lambda work: self._handoff.prefill_started(work, event, now_s), now_s)
-
-    def _kv_committed(self, event: KvCommitted, now_s: float) -> Effects:
-        return self._about(event, Role.DECODE, lambda work: self._handoff.committed(work, event, now_s), now_s)
-
-    def _request_failed(self, event: RequestFailed, now_s: float) -> Effects:
-        return self._about(event, None, lambda work: self.recovery.work_failed(work, event, now_s), now_s)
-
-    def _about(self, event: _Report, role: Role | None, action: Callable[[RemoteWork], Effects], now_s: float) -> Effects:
+    def _about(
+        self, role: Role | None, action: Callable[[RemoteWork, Any, float], Effects], event: _Report, now_s: float
+    ) -> Effects:
         """Do what follows a report about one request. Nothing happens when the link or the handle is unknown or has
         ended. A report of the wrong role fails the request."""
-        worker = self._seen(event.link, now_s)
+        worker = self.registry.seen(event.link, now_s=now_s)
         work = worker.work.get(event.handle) if worker is not None else None
         if work is not None:
             try:
                 if role is not None and work.role is not role:
                     raise InternalBug(f"a {work.role.value} worker sent what only a {role.value} worker reports")
-                yield from action(work)
+                yield from action(work, event, now_s)
             except Exception as exc:  # noqa: BLE001 - `Requests.alone` would cost two generators for each report
                 yield from self.requests.contain(work.request, exc, now_s)
-
-    def _step_rows(self, event: StepRows, now_s: float) -> Effects:
-        worker = self._seen(event.link, now_s)
-        return self._tokens.step({} if worker is None else worker.work, event, now_s)
 
     def check_invariants(self) -> None:
         """Assert that all books agree. This walks over all requests and workers."""

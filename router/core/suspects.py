@@ -24,8 +24,9 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects
-from router.core.live_request import Death, LiveRequest, RemoteWork
-from router.core.placer import Placer, Reason
+from router.core.live_request import Death, LiveRequest, Reason, RemoteWork
+from router.core.placer import Pick, Placer
+from router.core.policy import Why
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
@@ -146,8 +147,9 @@ class Suspects:
             self._requests.keep_alone(request, worker, now_s)
             request.trial_from = len(request.emitted)
             self._trials.append(request)
-            self._placer.chose_alone()
-            yield from self._dispatcher.bind(request, worker, Placement.COLOCATED, Reason.SUSPECT, now_s)
+            need_tokens = self._placer.need_tokens(request)
+            pick = Pick(worker, Why.ALONE, (), 0, need_tokens, Placement.COLOCATED, Reason.SUSPECT)
+            yield self._dispatcher.bind(request, pick, now_s)
         elif now_s - request.kept_alone_s >= self._wait_s:
             lost = Unavailable(
                 f"{len(request.deaths)} workers died while they computed the request, so it must run alone, and no decode "

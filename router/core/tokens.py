@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pdserve.core.errors import InternalBug
-from pdserve.core.ids import Handle
 from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role
 from router.api.answer import Delta
@@ -26,11 +25,14 @@ class Tokens:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def step(self, works: Mapping[Handle, RemoteWork], event: StepRows, now_s: float) -> Effects:
-        """Take the rows of one engine step. A row of a handle that is not in `works` is stale and is dropped; a row that breaks
-        the protocol fails its own request alone."""
+    def step(self, event: StepRows, now_s: float) -> Effects:
+        """Take the rows of one engine step. A row of a link or a handle that is not known is stale and is dropped; a row that
+        breaks the protocol fails its own request alone."""
+        worker = self._requests.registry.seen(event.link, now_s=now_s)
+        if worker is None:
+            return
         for row in event.rows:
-            work = works.get(row.handle)  # type: ignore[call-overload]  # a Handle on the wire is a plain int
+            work = worker.work.get(row.handle)  # type: ignore[call-overload]  # a Handle on the wire is a plain int
             if work is not None:
                 try:
                     yield from self._row(work, row, now_s)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 
 from router.core.events import LinkId
-from router.core.placer import MARGIN_S, Reason, weigh
+from router.core.live_request import Reason
+from router.core.placer import MARGIN_S, weigh
 from router.core.policy import Candidate
 
 DECODER = Candidate(LinkId(1), 1000, 0, 4, 0, 4096, suspect=False, refused=False, prompt_tokens_per_s=1000.0)

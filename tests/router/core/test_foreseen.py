@@ -195,5 +195,5 @@ def test_a_worker_that_invents_the_time_of_a_transfer_says_no_more_than_the_rout
                 told += 1
             stage.deliver(peer, len(peer.upward))
     assert told == 1
-    assert stage.core.placer.scout.transfers.exposed_s(100) == 0.25
+    assert stage.core.placer.transfers.exposed_s(100) == 0.25
     stage.assert_empty()

@@ -13,7 +13,8 @@ from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import LinkId
-from router.core.placer import Reason, decide
+from router.core.live_request import Reason
+from router.core.placer import decide
 from router.core.policy import (
     EVERYONE,
     Candidate,

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -166,8 +167,7 @@ def submit(name: str) -> ev.Submit:
     return ev.Submit(RequestId(name), spec, arrived_s=0.0, deadline_s=math.inf)
 
 
-def broken_action(*_: object, **__: object) -> ev.Effects:
-    yield from ()
+def broken(*_: object, **__: object) -> NoReturn:
     raise ValueError("the bug")
 
 
@@ -188,7 +188,7 @@ def test_a_bug_on_a_workers_event_is_raised_after_its_effects_were_performed(mon
     with served() as (made, links):
         generation = made._start(submit("r"))
         handle = made._core.requests.get(RequestId("r")).decode.handle  # type: ignore[union-attr]
-        monkeypatch.setattr(made._core._handoff, "reserved", broken_action)
+        monkeypatch.setattr(made._core.requests.demand, "placed", broken)
         with pytest.raises(ValueError, match="the bug"):
             made.tell(ev.Reserved(ev.LinkId(1), handle))
         assert links.sent == ["welcome", "bind", "cancel"]
@@ -204,7 +204,7 @@ def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.M
         *path, name = part.split(".")
         for attribute in path:
             owner = getattr(owner, attribute)
-        monkeypatch.setattr(owner, name, broken_action if part != "_placer.place" else lambda *_, **__: next(broken_action()))
+        monkeypatch.setattr(owner, name, broken)
         with pytest.raises(ValueError, match="the bug"):
             made._start(submit("r"))
         monkeypatch.undo()
@@ -213,7 +213,7 @@ def test_a_bug_on_a_submit_is_raised_and_leaves_no_request(monkeypatch: pytest.M
 
 def test_a_bug_on_a_tick_does_not_end_the_ticks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with served() as (made, _):
-        monkeypatch.setattr(made._core._dispatcher, "pump", broken_action)
+        monkeypatch.setattr(made._core._dispatcher, "pump", broken)
         made._tick()
         assert "failed on a tick" in caplog.text
         monkeypatch.undo()
