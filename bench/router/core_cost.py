@@ -128,7 +128,7 @@ class Cluster:
                 assert not isinstance(effect, ev.ReportBug | ev.EmitFailed), effect
                 links += [effect.link] if isinstance(effect, ev.SendBind | ev.SendPrefill) else []
                 answers.extend(_answer(effect))
-        assert not self.core.is_live(submit.request_id)
+        assert self.core.requests.get(submit.request_id) is None
         for link in links * 2:
             self.tell(ev.HeartbeatSeen(link, _LOAD))
         return taken_s

@@ -53,9 +53,9 @@ class Story:
         """The number of entries between the first and the last ones that were not kept."""
         self._notes: list[tuple[float, Enum, dict[str, Value]]] = []
 
-    def add(self, at_s: float, kind: Enum, fields: dict[str, Value]) -> int:
-        """Add an entry, which takes over `fields`. Return by how many entries the story has grown: 0 when another one is left
-        out from now on."""
+    def note(self, at_s: float, kind: Enum, **fields: Value) -> int:
+        """Write down what has just happened. Return by how many entries the story has grown: 0 when another one is left out
+        from now on."""
         self._notes.append((at_s, kind, fields))
         if len(self._notes) <= MAX_ENTRIES:
             return 1

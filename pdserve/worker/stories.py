@@ -56,7 +56,7 @@ class WorkStories:
         if story is None:
             story = Story()
             self._ring.keep(request_id, story)
-        self._ring.grew(story.add(self._clock(), kind, fields))
+        self._ring.grew(story.note(self._clock(), kind, **fields))
 
     def answer(self, question: story_pb2.ExplainWork) -> link_pb2.WorkerMessage:
         """Return the answer to a question of the router. It has no entries when no story of the request is kept."""

@@ -92,8 +92,7 @@ class Dispatcher:
             except Unavailable:  # it passed the check, so a worker may come
                 pick = None
             if pick is not None:
-                self._charge(request, pick, now_s)
-                return (self.bind(request, pick, now_s),)
+                return (self._bind_charged(request, pick, now_s),)
         self._requests.wait(request)
         return ()
 
@@ -148,10 +147,6 @@ class Dispatcher:
                 self._requests.keep(request, turn, worker, self._placer.need_tokens(request))
         return later
 
-    def _charge(self, request: LiveRequest, pick: Pick, now_s: float) -> None:
-        """Charge the client of a request for the tokens that its placement will probably compute."""
-        self._requests.waiting.serve(request, pick.need_tokens - pick.cached_tokens, now_s)
-
     def _place(self, request: LiveRequest, turn: Turn, now_s: float) -> Effects:
         """Bind a waiting request if a worker has room. If none has, claim one."""
         try:
@@ -163,17 +158,20 @@ class Dispatcher:
         if pick is None:
             self._claim(request, turn, now_s)
         else:
-            yield self._bind_waiting(request, pick, now_s)
+            yield self._bind_charged(request, pick, now_s)
 
     def place_first(self, request: LiveRequest, now_s: float) -> Effects:
         """Bind a waiting request before all others if a worker has room, also one that is claimed."""
         pick = self._placer.place(request, now_s=now_s)
         if pick is not None:
-            yield self._bind_waiting(request, pick, now_s)
+            yield self._bind_charged(request, pick, now_s)
 
-    def _bind_waiting(self, request: LiveRequest, pick: Pick, now_s: float) -> SendBind:
-        self._charge(request, pick, now_s)
-        self._requests.stop_waiting(request)
+    def _bind_charged(self, request: LiveRequest, pick: Pick, now_s: float) -> SendBind:
+        """Bind a request in its turn. Its client is charged for the tokens that will probably be computed."""
+        waiting = self._requests.waiting
+        waiting.serve(request, pick.need_tokens - pick.cached_tokens, now_s)
+        if waiting.holds(request):
+            self._requests.stop_waiting(request)
         return self.bind(request, pick, now_s)
 
     def _claim(self, request: LiveRequest, turn: Turn, now_s: float) -> None:

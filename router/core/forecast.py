@@ -65,21 +65,20 @@ class ExpectedOutputs:
 
     def saw(self, request: LiveRequest, output_tokens: int) -> None:
         """Count the output of a finished request."""
-        self._kinds.setdefault(_kind(request), _Means()).saw(_client(request), output_tokens)
+        kind, client = _kind_and_client(request)
+        self._kinds.setdefault(kind, _Means()).saw(client, output_tokens)
 
     def expect(self, request: LiveRequest) -> int:
         """Return how many tokens a request will probably put out from now on: at least 1, and no more than it may."""
-        means = self._kinds.get(_kind(request))
-        mean = PRIOR_TOKENS if means is None else means.by_client.get(_client(request), means.common)
+        kind, client = _kind_and_client(request)
+        means = self._kinds.get(kind)
+        mean = PRIOR_TOKENS if means is None else means.by_client.get(client, means.common)
         return max(1, min(request.remaining_tokens, round(mean)))
 
 
-def _kind(request: LiveRequest) -> _Kind:
-    return _Kind(request.slo.name, -1 if request.open_ended else request.spec.sampling.max_tokens.bit_length())
-
-
-def _client(request: LiveRequest) -> str:
-    return request.client[0] if request.client else ""
+def _kind_and_client(request: LiveRequest) -> tuple[_Kind, str]:
+    kind = _Kind(request.slo.name, -1 if request.open_ended else request.spec.sampling.max_tokens.bit_length())
+    return kind, request.client[0] if request.client else ""
 
 
 # Transfers -------------------------------------------------------------------------------------------------------

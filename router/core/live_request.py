@@ -137,8 +137,8 @@ class Decision(NamedTuple):
     placement: Placement
     """Disaggregated or colocated, never AUTO."""
     reason: Reason
-    made: tuple[float, int, int, int]
-    """What the decision depended on: the time, the changes of the pools, the tokens to compute, and the pairs that failed."""
+    made: tuple[float, int, int]
+    """What the decision depended on: the time, the changes of the pools, and the tokens to compute."""
 
 
 @dataclass(slots=True, eq=False)
@@ -371,7 +371,7 @@ class LiveRequest:
     @property
     def replay(self) -> bool:
         """The request has been placed anew after a loss, or has been migrated."""
-        return self.tries > 1
+        return self.machine.attempt + self.migrations > 1
 
     @property
     def tries(self) -> int:

@@ -35,7 +35,8 @@ class Pairs:
     def __init__(self, *, aside_s: float, aside_max_s: float) -> None:
         self._aside_s = aside_s
         self._aside_max_s = aside_max_s
-        self._pairs: dict[_Pair, AsidePair] = {}
+        self.failures: dict[_Pair, AsidePair] = {}
+        """The pairs that have failed, set aside or on trial again. Empty: all pairs are usable."""
         self._doubted: dict[_Pair, tuple[WorkerHello, WorkerHello]] = {}
         self._partners: dict[Incarnation, dict[Incarnation, None]] = {}
         """The workers with which a worker has failed since KV last passed through it, at either end."""
@@ -45,13 +46,13 @@ class Pairs:
 
     def __len__(self) -> int:
         """Return the number of pairs that have failed, set aside or on trial again. 0: all pairs are usable."""
-        return len(self._pairs)
+        return len(self.failures)
 
     def failed(self, prefill: WorkerHello, decode: WorkerHello, reason: str, *, now_s: float) -> None:
         """Record that KV did not pass. A failure of a pair that is set aside already has the same cause and changes nothing."""
-        pair = self._pairs.get(_key(prefill, decode))
+        pair = self.failures.get(_key(prefill, decode))
         if pair is None:
-            pair = self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, now_s, 0)
+            pair = self.failures[_key(prefill, decode)] = AsidePair(prefill, decode, reason, now_s, 0)
         if pair.until_s <= now_s:
             pair.reason = reason
             pair.failures += 1
@@ -86,11 +87,11 @@ class Pairs:
 
     def never(self, prefill: WorkerHello, decode: WorkerHello, reason: str) -> None:
         """Set a pair aside for ever. The layouts or versions of the two workers differ, and waiting does not change that."""
-        self._pairs[_key(prefill, decode)] = AsidePair(prefill, decode, reason, math.inf, 1)
+        self.failures[_key(prefill, decode)] = AsidePair(prefill, decode, reason, math.inf, 1)
 
     def succeeded(self, prefill: WorkerHello, decode: WorkerHello) -> None:
         """Clear a pair between which KV has passed."""
-        self._pairs.pop(_key(prefill, decode), None)
+        self.failures.pop(_key(prefill, decode), None)
         self._doubted.pop(_key(prefill, decode), None)
         self._passed += 1
         if self._partners:
@@ -114,7 +115,7 @@ class Pairs:
         without a common version of their protocol, or with different weights, are never paired."""
         if not prefill.may_pair(decode):
             return False
-        pair = self._pairs.get(_key(prefill, decode)) if self._pairs else None
+        pair = self.failures.get(_key(prefill, decode)) if self.failures else None
         return pair is None or (pair.until_s <= now_s and not math.isinf(pair.until_s))
 
     def forget(self, linked: Container[Incarnation], *, now_s: float) -> None:
@@ -122,18 +123,18 @@ class Pairs:
         pair that can never exchange KV is dropped at once."""
         for incarnation in [known for known in self._partners if known not in linked]:
             self._forget_row(incarnation)
-        for key, pair in list(self._pairs.items()):
+        for key, pair in list(self.failures.items()):
             gone = key[0] not in linked or key[1] not in linked
             if gone and (math.isinf(pair.until_s) or now_s > pair.until_s + self._aside_max_s):
-                del self._pairs[key]
+                del self.failures[key]
 
     def set_aside(self, *, now_s: float) -> Iterator[AsidePair]:
         """Return the pairs that are set aside at `now_s`."""
-        return (pair for pair in list(self._pairs.values()) if pair.until_s > now_s)
+        return (pair for pair in list(self.failures.values()) if pair.until_s > now_s)
 
     def check_invariants(self) -> None:
         """Assert that every pair is stored under its own key and has failed."""
-        for key, pair in self._pairs.items():
+        for key, pair in self.failures.items():
             assert key == _key(pair.prefill, pair.decode)
             assert pair.failures >= 1
         assert self._partners.keys() == self._since.keys()

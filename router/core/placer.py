@@ -204,21 +204,23 @@ class Placer:
     def decide(self, request: LiveRequest, *, now_s: float) -> Decision:
         """Return the decision between disaggregated and colocated, which the request keeps. It is made again where workers have
         changed since. Raises `Unavailable` when no ready worker could ever serve the request as asked."""
+        kept, changed = request.decision, self._registry.changed or self._pairs.failures
+        if kept is not None and not changed and kept.made == (now_s, self._pools.shifts, request.work_len):
+            return kept
         self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
         self._pools.refresh()
-        made = (now_s, self._pools.shifts, request.work_len, len(self._pairs))
-        if request.decision is None or request.decision.made != made or self.pairs_in_trouble:
-            placement, reason = self._rule(request, now_s, serving=True)
-            request.decision = Decision(placement, reason, made)
-        return request.decision
+        placement, reason = self._rule(request, now_s, serving=True)
+        decision = Decision(placement, reason, (now_s, self._pools.shifts, request.work_len))
+        request.decision = None if self._pairs.failures else decision  # a failed pair may be usable again in the same moment
+        return decision
 
     def _rule(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
         """Apply the rules to the workers that serve now, or to those that may serve once they are ready."""
-        pools, prompt_tokens = self._pools, request.work_len
-        if not pools.decode.has(request.max_len, serving=serving):
+        pools, prompt_tokens, max_len = self._pools, request.work_len, request.max_len
+        if not pools.decode.has(max_len, serving=serving):
             if not pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
-            raise Unavailable(f"no decode worker takes a request of {request.max_len} tokens (prompt and max_tokens)")
+            raise Unavailable(f"no decode worker takes a request of {max_len} tokens (prompt and max_tokens)")
         has_prefill = pools.prefill.heard(prompt_tokens + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,
@@ -245,7 +247,7 @@ class Placer:
 
         def reached(reader: Worker) -> bool:
             kind = reader.hello.pairing
-            if kind not in known or self.pairs_in_trouble:
+            if kind not in known or self._pairs.failures:
                 lenders = self._lenders(request, now_s, serving=serving)
                 known[kind] = any(self._pairs.usable(lender.hello, reader.hello, now_s=paired_s) for lender in lenders)
             return known[kind]
@@ -262,17 +264,17 @@ class Placer:
     @property
     def _pairs_differ(self) -> bool:
         """Some prefill worker and some decode worker may not be paired, at present or ever."""
-        return self._registry.mixed_peers or self.pairs_in_trouble
+        return self._registry.mixed_peers or bool(self._pairs.failures)
 
     @property
     def _no_pair(self) -> Reason:
         """The reason why some worker has no partner, if one has none. Pairs that have failed explain it first."""
-        return Reason.PAIRS_SET_ASIDE if self.pairs_in_trouble else Reason.VERSIONS_DIFFER
+        return Reason.PAIRS_SET_ASIDE if self._pairs.failures else Reason.VERSIONS_DIFFER
 
     @property
     def pairs_in_trouble(self) -> bool:
         """Some pair of workers has failed, so time alone may make it usable again."""
-        return len(self._pairs) > 0
+        return bool(self._pairs.failures)
 
     # Decode workers ----------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,8 @@ class State(NamedTuple):
     load: float
     free_tokens: int
     picked: int
-    spare_tokens: int = 0  # so much KV may be given to requests that pass the one for which the worker is kept
+    spare_tokens: int  # so much KV may be given to requests that pass the one for which the worker is kept
+    row: Candidate  # the snapshot that policies see, without what depends on a request
 
 
 KEYS: Final = 5
@@ -221,7 +222,6 @@ class Pool:
         self._ledger = ledger
         self._workers: dict[LinkId, Worker] = {}
         self._states: dict[LinkId, State] = {}
-        self._rows: dict[LinkId, Candidate] = {}
         self._rates = Rates()
         self._mean_moved = False
         """The mean rate has moved, and the workers have not been sorted anew yet."""
@@ -255,13 +255,14 @@ class Pool:
 
     def _sort(self, link: LinkId, worker: Worker | None) -> None:
         old = self._states.get(link)
-        self._rows.pop(link, None)
         if worker is None:
             if old is not None:
                 self._leave(link, old)
             return
-        new = state_of(worker, self._ledger.charged(link), self._counted_rate(worker), self._ledger.passed(link))
-        if old == new:
+        counted_rate = self._rates.counted(worker.load.prompt_tokens_per_s)
+        new = state_of(worker, self._ledger.charged(link), counted_rate, self._ledger.passed(link))
+        if old is not None and old[:-1] == new[:-1]:  # nothing by which workers are sorted
+            self._states[link] = new
             return
         tier = self.tiers.get(new.length)
         if tier is None:
@@ -291,9 +292,6 @@ class Pool:
                 self.kept[link] = new.kept_turn
             else:
                 self.kept.pop(link, None)
-
-    def _counted_rate(self, worker: Worker) -> float:
-        return self._rates.counted(worker.load.prompt_tokens_per_s)
 
     def _leave(self, link: LinkId, old: State) -> None:
         tier = self.tiers[old.length]
@@ -341,11 +339,7 @@ class Pool:
 
     def row(self, link: LinkId) -> Candidate:
         """Return the snapshot of a worker, without what depends on a request."""
-        row = self._rows.get(link)
-        if row is None:
-            worker = self._workers[link]
-            row = self._rows[link] = row_of(worker, self._ledger.charged(link), self._states[link], self._counted_rate(worker))
-        return row
+        return self._states[link].row
 
     def shortlist(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
         """Return the candidates of a policy, each once. `near` are workers that it asks for by name: those that hold a
@@ -465,29 +459,46 @@ class Pool:
         assert self.tiers.keys() == fresh.tiers.keys()
         for length, tier in self.tiers.items():
             assert vars(tier) == vars(fresh.tiers[length])
-        for link, row in self._rows.items():
-            worker = workers[link]
-            assert row == row_of(worker, self._ledger.charged(link), self._states[link], self._counted_rate(worker))
 
 
 def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_tokens: int) -> State:
     """Return the place of a worker in its pool. `tokens_per_s` is the prompt rate of the worker, or the mean of its pool if its
     own rate is unknown or near the mean. `passed_tokens` are promised to requests that went before another request on this
     worker."""
-    hello = worker.hello
-    prefills, placed = hello.role is Role.PREFILL, len(worker.work)
+    hello, load = worker.hello, worker.load
+    prefills, placed, slots = hello.role is Role.PREFILL, len(worker.work), worker.slots
+    kv_tokens, queued_tokens = hello.kv_tokens, worker.queued_tokens
     refused = worker.turned_away or worker.refused_blocks is not None
     suspect = worker.silent or worker.stalled
     willing = not prefills or not (refused or suspect)
     serving = worker.readiness.ready and not worker.draining and willing
     alive = serving and not suspect
-    space = not refused and (prefills or placed < worker.slots)
+    space = not refused and (prefills or placed < slots)
     claimed = worker.claimed
     free = alive and not claimed and worker.kept_for is None
     if prefills:
-        load = prompt_s(worker.queued_tokens, tokens_per_s)
+        busy = prompt_s(queued_tokens, tokens_per_s)
     else:
-        load = decode_share(promised_tokens, hello.kv_tokens, placed, worker.slots)
+        busy = decode_share(promised_tokens, kv_tokens, placed, slots)
+    row = Candidate(  # by position, which takes half the time
+        worker.link,
+        kv_tokens,
+        promised_tokens,
+        max(0, slots - placed),
+        queued_tokens,
+        hello.max_model_len,
+        suspect,
+        refused,
+        claimed,
+        placed,
+        load.prompt_tokens_per_s,
+        load.decode_step_s,
+        load.running_sequences,
+        worker.picked,
+        role=hello.role,
+        load=busy,
+        counted_tokens_per_s=tokens_per_s,
+    )
     return State(
         hello.max_model_len,
         not worker.draining and willing,
@@ -497,10 +508,11 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_t
         space,
         free and space,
         free and not space,
-        load,
-        hello.kv_tokens - promised_tokens if promised_tokens else EMPTY,
+        busy,
+        kv_tokens - promised_tokens if promised_tokens else EMPTY,
         worker.picked,
         _spare_tokens(worker, promised_tokens, passed_tokens),
+        row,
     )
 
 
@@ -511,30 +523,6 @@ def _spare_tokens(worker: Worker, promised_tokens: int, passed_tokens: int) -> i
     if need_tokens is None or promised_tokens - passed_tokens + need_tokens <= kv_tokens:
         return 0
     return max(0, kv_tokens - need_tokens - passed_tokens)
-
-
-def row_of(worker: Worker, promised_tokens: int, state: State, tokens_per_s: float) -> Candidate:
-    """Return the snapshot of a worker that policies see, without what depends on a request."""
-    hello, load, placed = worker.hello, worker.load, len(worker.work)
-    return Candidate(  # by position, which takes half the time
-        worker.link,
-        hello.kv_tokens,
-        promised_tokens,
-        max(0, worker.slots - placed),
-        worker.queued_tokens,
-        hello.max_model_len,
-        worker.silent or worker.stalled,
-        worker.turned_away or worker.refused_blocks is not None,
-        worker.claimed,
-        placed,
-        load.prompt_tokens_per_s,
-        load.decode_step_s,
-        load.running_sequences,
-        worker.picked,
-        role=hello.role,
-        load=state.load,
-        counted_tokens_per_s=tokens_per_s,
-    )
 
 
 def _gained(old: State, new: State) -> bool:
@@ -570,16 +558,20 @@ class Pools:
         self.prefill = Pool(Role.PREFILL, ledger)
         self.decode = Pool(Role.DECODE, ledger)
         self.by_role = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        self._unsettled = False
+        """The mean rate has not followed the workers that were taken in."""
 
     def refresh(self) -> None:
         """Take in all workers that have changed since the last call, and let the mean rate of prefill workers follow: only
         theirs count."""
-        if self._registry.changed:
+        if self._registry.changed or self._unsettled:
             self._update()
-        self.prefill.settle()
+            self.prefill.settle()
+            self._unsettled = False
 
     def _update(self) -> None:
         changed = self._registry.changed
+        self._unsettled = True  # until `settle` has been called, also if something fails before
         while changed:
             link, role = next(iter(changed.items()))
             self.by_role[role].update(link, self._registry.get(link))

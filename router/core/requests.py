@@ -227,7 +227,8 @@ class Requests:
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
         request.exact = request.exact and self.registry.exact
-        self._sessions.placed(request, worker)
+        if request.session_id:
+            self._sessions.placed(request, worker)
         return work
 
     def drop(self, work: RemoteWork) -> Worker | None:

@@ -25,7 +25,7 @@ from pdserve.core.errors import (
     UnknownWorker,
     WorkerIdTaken,
 )
-from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, check_budget
 from router.core.dispatcher import Dispatcher
@@ -175,10 +175,6 @@ class RouterCore:
         live, waiting = self.requests.of_clients(), self.waiting.unsorted()
         return self.requests.demand.snapshot(live, waiting, now_s=now_s, uptime_s=uptime_s)
 
-    def is_live(self, request_id: RequestId) -> bool:
-        """Tell whether the request has been accepted and has not ended."""
-        return self.requests.get(request_id) is not None
-
     def linked(self, worker_id: WorkerId) -> Worker:
         """Return the worker that an operator names. Raises `UnknownWorker`."""
         worker = self.registry.find(worker_id)
@@ -216,7 +212,7 @@ class RouterCore:
     # Clients and time ----------------------------------------------------------------------------------------------
 
     def _submit(self, submit: Submit, now_s: float) -> Effects:
-        if self.is_live(submit.request_id):
+        if self.requests.get(submit.request_id) is not None:
             raise InternalBug(f"request id {submit.request_id!r} was given twice")
         if submit.deadline_s <= now_s:
             raise DeadlineExceeded("deadline_s had passed before the request could be queued")
@@ -283,7 +279,7 @@ class RouterCore:
             end = self.requests.expire(request, now_s)
             yield from self.requests.alone(request, self._give_up(request, end, now_s), now_s)
         self.health.look(now_s)
-        if len(self.pairs):
+        if self.pairs.failures:
             self.pairs.forget({worker.hello.incarnation for worker in self.registry}, now_s=now_s)
         yield from self._probes.start_due(now_s)
         self.suspects.look(now_s)

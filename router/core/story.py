@@ -13,7 +13,7 @@ from typing import Final
 from pdserve.core.errors import UnknownRequest
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.worker import Role, WorkerHello
-from pdserve.observe.story import Story, StoryRing, Value
+from pdserve.observe.story import Story, StoryRing
 from router.core.events import Submit
 from router.core.request_machine import RequestState
 
@@ -67,10 +67,6 @@ class RequestStory(Story):
         self.outcome: RequestState | None = None
         """The state in which the request has ended. None: it runs."""
         self.workers: dict[tuple[WorkerId, Incarnation], Role] = {}
-
-    def note(self, now_s: float, kind: StoryKind, **fields: Value) -> None:
-        """Write down what has just happened."""
-        self.add(now_s, kind, fields)
 
     def waits(self, now_s: float, workers: int) -> None:
         """Write down that none of the `workers` that could serve the request has room. Repeated calls are one entry."""

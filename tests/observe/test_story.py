@@ -18,7 +18,7 @@ class Kind(Enum):
 
 def add(story: Story, at_s: float, text: str) -> int:
     """Return by how many entries the story has grown."""
-    return story.add(at_s, Kind.KIND, {"text": text})
+    return story.note(at_s, Kind.KIND, text=text)
 
 
 @given(st.integers(0, 4 * MAX_ENTRIES))
@@ -36,7 +36,7 @@ def test_a_story_keeps_its_beginning_and_its_end_and_counts_the_rest(count: int)
 
 def test_a_long_text_is_cut() -> None:
     story = Story()
-    story.add(0.0, Kind.KIND, {"message": "m" * 10_000})
+    story.note(0.0, Kind.KIND, message="m" * 10_000)
     ((_, text),) = story.entries[0].fields
     assert len(str(text)) == MAX_TEXT_CHARS
     assert str(text).endswith("...")
@@ -46,8 +46,8 @@ def test_values_become_text_when_the_story_is_read() -> None:
     story = Story()
     scores = tuple((WorkerId(f"decode-{number}"), number / 3) for number in range(2))
     given = {"error": ErrorCode.OVERLOADED, "lease": LeaseId(Incarnation(10), 2), "scores": scores, "attempt": 2, "wait_s": 0.5}
-    story.add(1.0, Kind.KIND, given)
-    story.add(2.0, Kind.KIND, {"scores": scores * 100})
+    story.note(1.0, Kind.KIND, **given)
+    story.note(2.0, Kind.KIND, scores=scores * 100)
     first, second = story.entries
     expected = {
         "error": "overloaded",
@@ -77,7 +77,7 @@ def test_a_story_with_the_same_id_replaces_the_earlier_one() -> None:
     ring: StoryRing[Story] = StoryRing(max_stories=4, max_entries=10)
     for _ in range(3):
         story = Story()
-        story.add(0.0, Kind.KIND, {})
+        story.note(0.0, Kind.KIND)
         ring.keep("a", story)
         ring.check_invariants()
     assert len(ring) == 1
