@@ -131,7 +131,7 @@ class Reason(Enum):
     DEFAULT = "default"
 
 
-class Decision(NamedTuple):
+class PlacementDecision(NamedTuple):
     """The decision where the prompt of a request is computed."""
 
     placement: Placement
@@ -245,6 +245,10 @@ class LiveRequest:
     asked: Placement | None
     arrival: int
     """The number of requests that were added before. It orders requests whose turn is the same."""
+    max_len: int
+    """The tokens that prompt and output may have together."""
+    new_prompt_tokens: int
+    """The prompt tokens that the request adds to the load. Those of a sibling are its leader's."""
     machine: RequestMachine
     output: OrderedOutput
     times: Times
@@ -266,7 +270,7 @@ class LiveRequest:
     """The flows that were charged. A replay waits elsewhere, and its client still pays for the output."""
     beside: LinkId | None = None
     """The decode worker that has the leader's KV, until this request is placed for the first time. None: there is none."""
-    decision: Decision | None = None
+    decision: PlacementDecision | None = None
     """The last decision where the prompt is computed, which holds while its workers stay as they are. None: there was none."""
     placement: Placement = Placement.AUTO
     placement_reason: str = ""
@@ -334,6 +338,8 @@ class LiveRequest:
             deadline_s=submit.deadline_s,
             asked=submit.placement,
             arrival=arrival,
+            max_len=len(submit.spec.prompt_ids) + submit.spec.sampling.max_tokens,
+            new_prompt_tokens=0 if submit.leader else len(submit.spec.prompt_ids),
             machine=RequestMachine(submit.request_id),
             output=OrderedOutput(submit.spec.sampling.max_tokens),
             times=Times(submit.arrived_s),
@@ -379,11 +385,6 @@ class LiveRequest:
         return self.machine.attempt + self.migrations
 
     @property
-    def new_prompt_tokens(self) -> int:
-        """Return how many prompt tokens the request adds to the load. Those of a sibling are its leader's."""
-        return 0 if self.leader else len(self.spec.prompt_ids)
-
-    @property
     def kv_link(self) -> LinkId | None:
         """Return the decode worker that has the KV of the prompt. None: no worker has all of it."""
         local = self.placement is Placement.COLOCATED and self.times.attempt.prefill_ended_s is not None
@@ -393,11 +394,6 @@ class LiveRequest:
     def remaining_tokens(self) -> int:
         """Return how many output tokens may still follow those that the client has."""
         return self.spec.sampling.max_tokens - len(self.emitted)
-
-    @property
-    def max_len(self) -> int:
-        """Return how many tokens prompt and output may have together."""
-        return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens
 
     @property
     def work_len(self) -> int:

@@ -24,7 +24,7 @@ from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.forecast import ExpectedOutputs, Transfers
 from router.core.health import Health
-from router.core.live_request import Decision, LiveRequest, Reason
+from router.core.live_request import LiveRequest, PlacementDecision, Reason
 from router.core.pairs import Pairs
 from router.core.policy import (
     BUILT_IN,
@@ -201,7 +201,7 @@ class Placer:
         except Unavailable:
             self._rule(request, now_s, serving=False)
 
-    def decide(self, request: LiveRequest, *, now_s: float) -> Decision:
+    def decide(self, request: LiveRequest, *, now_s: float) -> PlacementDecision:
         """Return the decision between disaggregated and colocated, which the request keeps. It is made again where workers have
         changed since. Raises `Unavailable` when no ready worker could ever serve the request as asked."""
         kept, changed = request.decision, self._registry.changed or self._pairs.failures
@@ -210,7 +210,7 @@ class Placer:
         self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
         self._pools.refresh()
         placement, reason = self._rule(request, now_s, serving=True)
-        decision = Decision(placement, reason, (now_s, self._pools.shifts, request.work_len))
+        decision = PlacementDecision(placement, reason, (now_s, self._pools.shifts, request.work_len))
         request.decision = None if self._pairs.failures else decision  # a failed pair may be usable again in the same moment
         return decision
 

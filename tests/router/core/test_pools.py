@@ -85,7 +85,7 @@ def check_shortlists(stage: Stage, random: Random) -> None:
         able = able or {w.link for w in stage.core.registry.of_role(role) if may_pass(stage, w, ask)}
         near = random.sample([worker.link for worker in stage.core.registry], k=min(2, len(list(stage.core.registry))))
         for which in LISTS:
-            found = pools.of(role).shortlist(which, ask, near, 7)
+            found = pools.by_role[role].shortlist(which, ask, near, 7)
             assert len(found) == len(set(found))
             assert set(found) <= able
             assert bool(found) == bool(able)
