@@ -4,6 +4,7 @@ take any time, since other tests share the cores.
 Where there is no GPU, Triton's kernels are interpreted. Triton asks when it is first imported, by whichever test that is.
 Other tests share the cores, so an OpenMP thread that waits must sleep. OpenMP asks when torch is first imported.
 Some tests fork. gRPC must do nothing then (see router/__init__.py). It asks when it is first imported.
+Routers and workers are forked from a process that has imported their code (testkit/zygote.py).
 """
 
 import os
@@ -21,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("PDSERVE_TESTING_FORK", "1")
 
 LONG = ("cluster", "ray")
 
