@@ -26,6 +26,7 @@ import psutil
 
 from pdserve.config import EngineConfig, RouterConfig, RouterProcessConfig, WorkerConfig, dump
 from pdserve.rpc.v1 import admin_pb2_grpc, inference_pb2
+from testkit.zygote import Forked, Zygote
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 60.0
@@ -34,6 +35,8 @@ BOUND_S: Final = 60.0  # for anything that takes at most a few seconds on an idl
 FRESH_S: Final = 2.0  # a worker whose last heartbeat is older stands still; the default interval is 1 s
 
 MODULE: Final = "PDSERVE_TESTING_MODULE"
+FORK: Final = "PDSERVE_TESTING_FORK"  # set for the tests: processes are forked where that makes no difference to them
+_ZYGOTE: Final = Zygote()
 
 State = inference_pb2.GetClusterStateResponse
 
@@ -66,13 +69,18 @@ class Process:
         path = folder / f"{name}.yaml"
         path.write_text(dump(config))
         inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**inherited, **(env or {})}
+        args = ["--config", str(path), "--exit-with-parent"]
         with self.log_path.open("ab") as log:
-            self.popen = subprocess.Popen(
-                [*command, sys.executable, "-m", module, "--config", str(path), "--exit-with-parent"],
+            forked = None
+            if environment.get(FORK) == "1" and not command:
+                forked = _ZYGOTE.fork(module, args, environment, log)
+            self.popen: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                [*command, sys.executable, "-m", module, *args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**inherited, **(env or {})},
+                env=environment,
             )
         self.ready: dict[str, Any] = {}
 
@@ -125,7 +133,8 @@ class Process:
     def terminate(self, timeout_s: float) -> int:
         """Send SIGTERM, and return the exit status. Raises subprocess.TimeoutExpired."""
         self.send(signal.SIGTERM)
-        return self.popen.wait(timeout_s)
+        status: int = self.popen.wait(timeout_s)
+        return status
 
     def stop(self) -> int:
         """Close standard input, wait, and return the exit status. A process that does not end within `STOP_TIMEOUT_S` is

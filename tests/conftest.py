@@ -4,8 +4,10 @@ take any time, since other tests share the cores.
 Where there is no GPU, Triton's kernels are interpreted. Triton asks when it is first imported, by whichever test that is.
 Other tests share the cores, so an OpenMP thread that waits must sleep. OpenMP asks when torch is first imported.
 Some tests fork. gRPC must do nothing then (see router/__init__.py). It asks when it is first imported.
+Routers and workers are forked from a process that has imported their code (testkit/zygote.py).
 """
 
+import fnmatch
 import os
 from pathlib import Path
 
@@ -21,11 +23,26 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("PDSERVE_TESTING_FORK", "1")
 
 LONG = ("cluster", "ray")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that start processes first. They take longest, and the last file should be short: it has one core busy."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what `quick` leaves out. Run files that start processes first: they take longest, and the last file should
+    be short, since it has one core busy."""
+    unmatched = set()
+    matched = set()
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            assert isinstance(item, pytest.Function)
+            patterns = [one for one in mark.args if fnmatch.fnmatchcase(item.callspec.id, one)]
+            if not patterns:
+                item.add_marker("slow")
+            unmatched.update((item.path, item.originalname, one) for one in mark.args)
+            matched.update((item.path, item.originalname, one) for one in patterns)
+    if unmatched > matched and not any("::" in one for one in config.args):
+        raise pytest.UsageError(f"`quick` names parameters that do not exist: {sorted(unmatched - matched)}")
     files = {item.path for item in items if any(item.get_closest_marker(mark) for mark in LONG)}
     items.sort(key=lambda item: item.path not in files)

@@ -18,10 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from pdserve.core import blocks, lease, reader
 from pdserve.engine.schedule import sequence
 from router.core import request_machine, work_machine
+from router.core.events import Tick
 from tests.core import test_blocks, test_blocks_prefix, test_lease, test_reader
 from tests.engine.schedule import test_scheduler_machine
 from tests.router.core import test_core_faults, test_core_machine
-from tests.router.core.recovery import stages, test_lost_workers, test_worker_states
+from tests.router.core.recovery import stages, test_lost_workers, test_migration, test_worker_states
 from tests.search.explorer import explore
 from tests.search.handoff import Handoff
 from tests.search.test_handoff_model import MAX_STATES, SMALL
@@ -76,6 +77,14 @@ def rare_moves(_: int) -> None:
     """Do what random runs do only now and then."""
     test_worker_states.test_a_worker_that_turns_requests_away_is_not_asked_again_before_its_heartbeat()
     test_lost_workers.test_a_decode_worker_lost_in_the_handoff_is_rebound_to_the_same_lease(stages.in_handoff)
+    test_migration.test_prompts_of_a_draining_prefill_worker_are_computed_elsewhere_also_where_no_slot_is_free(flip=False)
+    for reach in (stages.binding, stages.in_handoff, stages.decoding):
+        stage = stages.pools()
+        outcome = stage.submit("late", max_tokens=6, deadline_s=2.0)
+        reach(stage)
+        stage.now_s = 2.01
+        stage.tell(Tick())
+        assert outcome.ended == ["deadline_exceeded"]
 
 
 RUNS: dict[ModuleType, tuple[Callable[[int], None], Callable[[int], None]]] = {

@@ -60,6 +60,7 @@ def bounded_invariant(kv: KvCache, num_heads: int, scores: Scores | None) -> Bou
 sizes = st.tuples(st.integers(0, 40), st.sampled_from([1, 1, 1, 2, 9, 17]))
 
 
+@pytest.mark.quick("FastAttention", "InvariantAttention")
 @pytest.mark.parametrize("backend", [FastAttention, InvariantAttention, bounded_fast, bounded_invariant])
 @settings(max_examples=25, deadline=None)
 @given(
@@ -76,6 +77,7 @@ def test_random_batches_equal_the_definition(backend, spans, block_size, kv_head
     assert worst(backend, kv, made, query) < (1e-5 if dtype == "float32" else 4e-2)
 
 
+@pytest.mark.quick("FastAttention", "bounded_invariant")
 @pytest.mark.parametrize("backend", [FastAttention, InvariantAttention, bounded_fast, bounded_invariant])
 @settings(max_examples=20, deadline=None)
 @given(

@@ -34,6 +34,7 @@ def play(runner, sheets, rng: random.Random, *, budget: int) -> list[torch.Tenso
     return [torch.cat(parts) for parts in rows]
 
 
+@pytest.mark.quick("16-float32", "5-bfloat16-torch", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_any_chunking_in_any_company_equals_whole_and_alone(make_runner, make_sheets, way, block_size):
@@ -46,6 +47,7 @@ def test_any_chunking_in_any_company_equals_whole_and_alone(make_runner, make_sh
             assert torch.equal(expected, found)
 
 
+@pytest.mark.quick("float32", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_sixty_four_decodes_together_equal_each_alone(make_runner, make_sheets, way):
     runner = make_runner(**way, batch_invariant=True)
@@ -79,6 +81,7 @@ def default_model() -> str:
     return "default"
 
 
+@pytest.mark.quick("float32", "bfloat16-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_two_threads_give_the_bits_of_one(make_runner, make_sheets, default_model, way):
     """Prefill and decode workers may have different numbers of threads."""
@@ -96,6 +99,7 @@ def test_two_threads_give_the_bits_of_one(make_runner, make_sheets, default_mode
     assert torch.equal(one[2][1], one[1][-1])
 
 
+@pytest.mark.quick("float32", "bfloat16-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_default_model_too(make_runner, make_sheets, default_model, way):
     """Other shapes, other kernels: 9 query heads on 3, widths that are no powers of two."""

@@ -82,6 +82,7 @@ def guesses(outputs: list[list[OutputToken]], wrong: float, most: int) -> Guess:
     return guess
 
 
+@pytest.mark.quick("float32", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_and_kv_are_those_without_drafts(make_runner, way):
     runner = make_runner(**way, batch_invariant=True)

@@ -52,6 +52,7 @@ def test_logits_equal_the_reference(make_runner, golden, batch_invariant):
         assert difference <= TOLERANCE, f"prompt {i}"
 
 
+@pytest.mark.quick("tiny-*")
 @pytest.mark.parametrize(("golden", "batch_invariant"), CASES, indirect=["golden"])
 def test_greedy_continuation_equals_the_reference_until_a_near_tie(make_runner, golden, batch_invariant):
     model, data, count = golden

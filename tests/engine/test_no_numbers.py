@@ -52,6 +52,7 @@ def samplers(make_runner):
     return ways
 
 
+@pytest.mark.quick("one nan last", "all minus infinity", "one infinity")
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(case=sampling_cases(vocab=VOCAB), bad=st.sets(st.integers(0, 4), min_size=1))

@@ -62,6 +62,7 @@ def prompt_of(length: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(rng.randrange(3, 512) for _ in range(length))
 
 
+@pytest.mark.quick("float32", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_scores_as_the_same_tokens_did_when_they_were_drawn(way, make_runner: Callable[..., ModelRunner]) -> None:
     """(1) An output is drawn with log-probabilities; (2) prompt and output together are a prompt. It is computed in several

@@ -29,6 +29,7 @@ def requests():
     return made
 
 
+@pytest.mark.quick("float32", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_output_does_not_depend_on_company_chunking_or_preemption(make_runner, requests, way):
     """Batch-invariant: (1) each alone, (2) all with ample room, (3) all in a pool so small that some are preempted."""

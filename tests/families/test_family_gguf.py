@@ -98,6 +98,7 @@ def _converted(tmp_path: Path, source: Source, *changes: Change, leave_out: tupl
     return resolve(str(file), cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.quick("every*", "no window", "published")
 @pytest.mark.parametrize("name", CASES)
 def test_a_gemma_comes_back_as_it_was_written(tmp_path, source, name):
     """The spec, every tensor, transformers' logits bit for bit in float64, and the engine's logits."""

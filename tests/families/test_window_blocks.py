@@ -54,6 +54,7 @@ def serve(runner: ModelRunner, prompts: list[tuple[int, ...]], *, frees: bool) -
     return outputs, most
 
 
+@pytest.mark.quick("one group", "two groups*")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_with_a_window_needs_no_block_behind_it(way, made):
     name, settings = WAYS[way]

@@ -57,8 +57,10 @@ def sampling(i: int) -> dict[str, object]:
     return {**penalised, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 1000 + i, "max_tokens": 12}
 
 
-def test_disaggregated_equals_colocated_on_216_prompts_64_at_once(cluster):
-    check_placements_agree(cluster, prompts(216, seed=1))
+@pytest.mark.quick("54")
+@pytest.mark.parametrize("count", [54, 216])
+def test_disaggregated_equals_colocated_on_many_prompts_64_at_once(cluster, count):
+    check_placements_agree(cluster, prompts(count, seed=1))
 
 
 @pytest.mark.slow

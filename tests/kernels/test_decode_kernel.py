@@ -105,6 +105,7 @@ def test_a_window_hides_what_is_older_and_does_not_read_it(window, splits):
     check([10, 70], window=window, splits=splits, group=2, tiling=Tiling(rows=16, positions=64, warps=4, stages=1))
 
 
+@pytest.mark.quick("20-*")
 @pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])
 @pytest.mark.parametrize("window", [0, 20])
 def test_quantised_numbers_equal_the_definition(kind, window):
@@ -116,6 +117,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([40, 5], dtype=dtype, dim=128, group=4, splits=2)
 
 
+@pytest.mark.quick("0-128", "3-128")
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
@@ -128,6 +130,7 @@ def test_the_engines_own_tiles_equal_the_definition(kind, dim):
         )  # fmt: skip
 
 
+@pytest.mark.quick("0", "2", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_batches_equal_the_definition(seed):
     check_random(seed)

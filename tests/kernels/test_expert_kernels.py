@@ -148,6 +148,7 @@ SPECS = {
 }
 
 
+@pytest.mark.quick("mixtral", "one", "deepseek v3")
 @pytest.mark.parametrize("name", SPECS)
 def test_the_choice_is_that_of_torch(name):
     """Small whole numbers make many equal scores, of which the lowest expert is chosen. The last columns are not experts."""

@@ -62,6 +62,7 @@ def test_blocks_and_tiles_of_different_sizes_equal_the_definition(block_size, ti
     check([(63, 5), (0, 17)], block_size=block_size, tiling=tiling, group=2)
 
 
+@pytest.mark.quick("*-1", "*-16", "*-33")
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("lengths", [[(0, 40)], [(50, 20)]])
 def test_a_window_hides_what_is_older_and_does_not_read_it(window, lengths):
@@ -70,6 +71,7 @@ def test_a_window_hides_what_is_older_and_does_not_read_it(window, lengths):
     check(lengths, window=window, group=2, tiling=Tiling(rows=32, positions=64, warps=4, stages=1))
 
 
+@pytest.mark.quick("80-*")
 @pytest.mark.parametrize("kind", [KvFormat.INT8, KvFormat.FP8_E4M3, KvFormat.INT4])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_quantised_numbers_equal_the_definition(kind, dim):
@@ -86,6 +88,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([(20, 9), (0, 20)], dtype=dtype, group=4, dim=128)
 
 
+@pytest.mark.quick("0-128", "3-128")
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
@@ -97,6 +100,7 @@ def test_the_engines_own_tiles_equal_the_definition(kind, dim):
         )  # fmt: skip
 
 
+@pytest.mark.quick("0", "2", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_batches_equal_the_definition(seed):
     check_random(seed)

@@ -56,6 +56,7 @@ def test_a_prompt_written_at_once_loses_half_a_step(kind, dim, dtype, block_size
     assert ((found - wide).abs() <= allowed).all()
 
 
+@pytest.mark.quick("1-*")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_in_any_pieces_lose_half_a_step_a_growth_of_the_scale(kind, seed):
@@ -110,6 +111,7 @@ def test_only_the_tokens_layer_and_block_are_written(kind):
     assert pool.kv.scales.isnan().sum() == 2 * LAYERS * 2 - 2
 
 
+@pytest.mark.quick("1.0-*")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1.0, 1e-33])
 def test_the_kernel_and_torch_store_the_same(kind, size):

@@ -99,6 +99,7 @@ def test_gelu_equals_the_definition(dtype):
     assert close(gelu_and_mul(gate_up), expected, dtype, factor=16)
 
 
+@pytest.mark.quick("1-dtype0-64", "3-dtype1-80", "16-dtype2-256")
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (16, torch.float16)])
 def test_rotated_queries_and_written_kv_equal_the_engines(dim, group, dtype):

@@ -85,6 +85,16 @@ CASES = {
 }
 
 
+@pytest.mark.quick(
+    "swings as fast*",
+    "a flash crowd",
+    "rates*high",
+    "nine tokens*",
+    "no prompt*",
+    "workers start*",
+    "a budget*",
+    "one worker each",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_pools_keep_their_limits_and_come_to_rest(name: str) -> None:
     """Nothing is exceeded at any moment, workers that start or drain included; sizes change a few times in a quarter of an

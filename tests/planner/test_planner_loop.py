@@ -157,6 +157,7 @@ def test_the_planner(check: Callable[[], None]) -> None:
     check()
 
 
+@pytest.mark.quick("flips_are_preferred", "keeps_the_budget", "unknown_values_are_no_zeros", "corrections_do_not_wind_up")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_planner_without_a_part_is_caught(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     name, mutant = CHECKS[check]

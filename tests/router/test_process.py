@@ -129,6 +129,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         assert process.wait(timeout=WAIT_S) == 0
 
 
+@pytest.mark.quick("http", "link")
 @pytest.mark.parametrize("name", ["http", "grpc", "link", "admin"])
 def test_a_busy_port_is_named_by_its_flag(tmp_path: Path, name: str) -> None:
     with socket.socket() as busy:

@@ -46,6 +46,7 @@ def search(name: str, config: Config, capsys: pytest.CaptureFixture[str]) -> set
     return {label[0] for label in result.graph.edge_labels}
 
 
+@pytest.mark.quick("a worker*", "one of*")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_flip_corrupts_leaks_and_hangs_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     seen = search(name, SMALL[name], capsys)

@@ -97,6 +97,18 @@ def search(name: str, config: Config, capsys: pytest.CaptureFixture[str]) -> Non
     assert left is None, str(left)
 
 
+@pytest.mark.quick(
+    "one bind*",
+    "steps*",
+    "prefix*",
+    "a block*",
+    "checksums*",
+    "changed*",
+    "a window*",
+    "two groups, one*",
+    "two groups: a block*",
+    "two groups: prefix hits on decode*",
+)
 @pytest.mark.parametrize("name", SMALL)
 def test_nothing_corrupts_leaks_or_hangs_the_handoff(name, capsys):
     search(name, SMALL[name], capsys)

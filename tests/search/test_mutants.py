@@ -23,6 +23,24 @@ def told(mutant: Mutant) -> object:
     return pytest.param(mutant, id=f"rule {mutant.rule}: {mutant.model.__name__}", marks=marks)
 
 
+@pytest.mark.quick(
+    "rule 1: UseWhenRead",
+    "rule 2: Freed*",
+    "rule 4: CountedWhenLaunched",
+    "rule 5: HitsOutsideTheLease",
+    "rule 6:*",
+    "rule 7: CommitOfSomeBlocks",
+    "rule 8:*",
+    "rule C1: SumOf*",
+    "rule C2: SummedAsStored",
+    "rule C3: Corrupt*",
+    "rule C[45]:*",
+    "rule G1: Decode*",
+    "rule G2: Reads*",
+    "rule G3: *0",
+    "rule G4:*",
+    "rule W*",
+)
 @pytest.mark.parametrize("mutant", [told(mutant) for mutant in ALL])
 def test_without_this_rule_the_search_finds_wrong_kv(mutant, capsys):
     result = explore(mutant.model(mutant.config), max_states=MAX_STATES)
@@ -45,6 +63,9 @@ CLEAN_PARAMS = [
 ]
 
 
+@pytest.mark.quick(
+    "configuration 0", "configuration 3", "configuration 7", "configuration 9", "configuration 10", "configuration 1[678]"
+)
 @pytest.mark.parametrize("config", CLEAN_PARAMS)
 def test_with_its_rule_the_same_configuration_is_clean(config):
     result = explore(Handoff(config), max_states=MAX_STATES)

@@ -46,6 +46,26 @@ FOUND_BY = {
 """The first seed that found it when this was written, which saves the seeds before it. All others follow."""
 
 
+@pytest.mark.quick(
+    "what_was_read_is_not_compared",
+    "checksums_outlive_their_content",
+    "commit_is_sent_with_a_read_in_flight",
+    "a_staging_block_is_used_again_under_a_read",
+    "blocks_are_freed_under_a_read",
+    "quarantine_never_ends",
+    "an_expired_lease_keeps_its_blocks",
+    "a_renewal_revives_a_lease",
+    "a_lease_ends_with_its_computation",
+    "a_cancelled_grant_is_kept",
+    "decode_is_not_told_of_a_cancellation",
+    "a_gap_on_a_link_is_ignored",
+    "a_replay_tells_its_last_id_twice",
+    "deadlines_are_forgotten",
+    "the_first_group_is_freed_alone",
+    "the_first_group_is_read_alone",
+    "a_block_dies_before_its_last_reader",
+    "a_dead_block_is_in_a_ticket",
+)
 @pytest.mark.parametrize("mutant", [*MUTANTS, *GROUP_MUTANTS, *WINDOW_MUTANTS], ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
@@ -66,6 +86,7 @@ FLIP_SEEDS = range(1, 21)
 """The first two found each mutant when this was written."""
 
 
+@pytest.mark.quick("a_flip_forgets_its_own_reads", "a_flip_leaves_its_leases", "a_draining_worker_takes_requests")
 @pytest.mark.parametrize("mutant", FLIP_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_of_role_flips_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)

@@ -64,6 +64,7 @@ def nothing_counts_against_a_worker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Account, "failed", lambda self, weight=1.0: None)
 
 
+@pytest.mark.quick("nobody_is_ejected", "nothing_counts_against_a_worker")
 @pytest.mark.parametrize(
     "mutant",
     [nobody_is_ejected, more_than_half_is_ejected, the_second_try_goes_anywhere, nothing_counts_against_a_worker],

@@ -40,6 +40,7 @@ def upgraded(seed: int) -> tuple[RunReport, World]:
     return report, census.world
 
 
+@pytest.mark.quick("1", "3")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_actuators_and_two_deaths_restart_each_worker_once_and_one_at_a_time(seed: int) -> None:
     report, world = upgraded(seed)

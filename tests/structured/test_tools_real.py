@@ -72,8 +72,9 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[list[tuple[str, str]], 
     return [(one.function.name, one.function.arguments) for one in calls if one.type == "function"], choice.finish_reason
 
 
+@pytest.mark.quick("True-required", "True-get_weather")
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", [True, False])
 def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(client: openai.OpenAI, choice: str, parallel: bool) -> None:
     for temperature in (0.0, 1.2):
         answers = []
@@ -146,6 +147,7 @@ def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
     assert answers == [("get_weather", {"city": "Rome", "days": 2}, "tool_calls")] * 2
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("parallel", [True, False])
 def test_strict_calls_are_valid_where_the_model_decides(client: openai.OpenAI, parallel: bool) -> None:
     """The history shows calls that the schema forbids, and the model still makes none of these."""

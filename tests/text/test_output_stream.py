@@ -126,6 +126,7 @@ def streamed(tokenizer: Tokenizer, case: Case, resumed: int = 0) -> tuple[list[s
     raise AssertionError("the last token ends the request")
 
 
+@pytest.mark.quick("tiny", "sentencepiece", "byte-level")
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
@@ -136,6 +137,7 @@ def test_the_text_of_a_worker_is_the_definitions(kind, data):
     assert ("".join(texts), *end) == definition(tokenizer, case)
 
 
+@pytest.mark.quick("tiny", "sentencepiece", "byte-level")
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

@@ -194,6 +194,7 @@ def test_fewer_bits_are_further_from_float32(make_runner, compiled):
     assert off["int8"] < 0.25 < off["fp8_e4m3"] < 0.8 < off["int4"] < 2.2
 
 
+@pytest.mark.quick("tiny-*")
 @compiled_only
 @pytest.mark.parametrize(
     ("model", "kind"),
@@ -326,6 +327,7 @@ def test_a_prefix_hit_gives_the_tokens_of_the_miss(make_runner, kind, compiled):
     runner.kv.caches[0].blocks.zero_()
 
 
+@pytest.mark.quick("*-True", "fp8_e4m3-False")
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=compiled_only), False])
 @pytest.mark.parametrize("kind", ["fp32", *QUANTISED])
 def test_a_pool_too_small_for_all_preempts_and_finishes(make_runner, kind, compiled):

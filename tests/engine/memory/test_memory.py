@@ -151,6 +151,7 @@ def serve(model: Model) -> None:
         model.step(size)
 
 
+@pytest.mark.quick("0.9-0", "0.4-5000")
 @pytest.mark.parametrize(("utilization", "others"), [(1.0, 0), (0.9, 0), (0.5, 0), (0.9, 3000), (0.4, 5000)])
 def test_a_measured_pool_serves_its_largest_steps_and_wastes_no_block(utilization, others):
     device = CountingDevice(others=others)

@@ -51,6 +51,7 @@ print("smaller steps run")
 """
 
 
+@pytest.mark.quick("bfloat16-auto")
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [("bfloat16", "auto"), pytest.param("bfloat16", "int8", marks=pytest.mark.slow), ("float32", "auto")]
 )

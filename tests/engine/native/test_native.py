@@ -63,6 +63,7 @@ def vocab_of(compiled: ModelRunner) -> int:
     return compiled._model._vocab
 
 
+@pytest.mark.quick("tiny")
 def test_compiled_logits_are_nearer_to_float32_than_torch_in_bfloat16(pair):
     compiled, plain, exact = pair
     rng, vocab = random.Random(1), vocab_of(compiled)
@@ -74,6 +75,7 @@ def test_compiled_logits_are_nearer_to_float32_than_torch_in_bfloat16(pair):
         assert ours < 0.25
 
 
+@pytest.mark.quick("tiny")
 def test_eight_bits_stay_near_float32(pair, make_runner):
     """With one scale a row of activations the difference was 2.1 on SmolLM2."""
     compiled, _, exact = pair

@@ -51,6 +51,7 @@ print("again")
 """
 
 
+@pytest.mark.quick("none")
 @COMPILED
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_whatever_a_first_step_lacks_is_an_error_and_the_next_step_runs(quantization: str) -> None:

@@ -135,6 +135,7 @@ def test_hits_that_are_about_to_be_evicted_are_not_counted_as_room():
     assert len(outputs[SeqId(1)]) == GREEDY.max_tokens
 
 
+@pytest.mark.quick("float32", "*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hit_is_the_miss_bit_for_bit(make_runner, tiny_dir, way):
     """In batch-invariant mode the tokens of a shared prefix, whole or in part, are those of a run without any cache."""

@@ -155,6 +155,7 @@ def run(kind: type[FaultyMachine], seed: int) -> tuple[int, str]:
     return survived, ""
 
 
+@pytest.mark.quick("FaultyMachine")
 @pytest.mark.parametrize("kind", [FaultyMachine, FaultyProbingMachine])
 def test_a_bug_anywhere_leaves_no_effect_behind_and_no_request_without_an_end(kind: type[FaultyMachine]) -> None:
     """Books that disagree afterwards are always reported in the same event. That is rare: the bug must be in a book itself, or

@@ -425,6 +425,7 @@ def long_random_run(seed: int, kind: type[CoreMachine]) -> CoreMachine:
     return machine
 
 
+@pytest.mark.quick("0-*", "5-CoreMachine")
 @pytest.mark.parametrize("kind", [CoreMachine, ProbingCoreMachine])
 @pytest.mark.parametrize("seed", range(8))
 def test_long_random_runs_leave_nothing(seed: int, kind: type[CoreMachine]) -> None:

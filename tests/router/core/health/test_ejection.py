@@ -303,6 +303,7 @@ def own_policy(candidate: Candidate, request: RequestView) -> float:
     return 1.0
 
 
+@pytest.mark.quick("prefix_aware", "round_robin", "own")
 @pytest.mark.parametrize("policy", [*POLICIES, "own"])
 def test_a_recent_failure_counts_as_load_under_every_policy(policy: str) -> None:
     """Nobody is ejected here; the worker has failed once, and gets a fraction of what it got."""
