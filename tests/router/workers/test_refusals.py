@@ -66,14 +66,14 @@ def test_a_request_without_any_retry_survives_each_refusal(seed: int, prefill: i
     check_nobody_paid(serve_while_workers_leave(seed, prefill, decode))
 
 
-def refused_as_a_failure(self: Any, work: Any, now_s: float) -> Any:
+def refused_as_a_failure(self: Any, work: Any, event: Any, now_s: float) -> Any:
     work.machine.move(WorkEvent.DRAINING)
     self._requests.drop(work).draining = True
     yield from self._recovery.retry(work.request, Unavailable("draining"), now_s, Cost.ATTEMPT_AND_RETRY)
 
 
-def refused_and_asked_again(self: Any, work: Any, now_s: float) -> Any:
-    yield from REAL(self, work, now_s)
+def refused_and_asked_again(self: Any, work: Any, event: Any, now_s: float) -> Any:
+    yield from REAL(self, work, event, now_s)
     for worker in self._requests.registry:
         if worker.link == work.link:
             worker.draining = False
