@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -104,10 +104,10 @@ class CmaTransport:
         if region not in process.regions:
             raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
         _check_alive(process)
-        for part in _parts(len(local_blocks), region.block_bytes):
-            theirs, ours = (
-                [side.address_of(b) for b in ids[part]] for side, ids in ((region, remote_blocks), (into, local_blocks))
-            )
+        size = max(1, min(CALL_BLOCKS, CALL_BYTES // region.block_bytes))
+        for start in range(0, len(local_blocks), size):
+            theirs = [region.address_of(b) for b in remote_blocks[start : start + size]]
+            ours = [into.address_of(b) for b in local_blocks[start : start + size]]
             _copy(process, region.block_bytes, theirs, ours)
         return TransportRead(peer, len(local_blocks))
 
@@ -161,11 +161,6 @@ def _is_pool(value: tuple[Any, ...]) -> bool:
     """Tell whether a value describes 1 to `MAX_KV_GROUPS` regions by three positive integers each."""
     rows = [row if isinstance(row, tuple) and len(row) == 3 else (None,) for row in value]
     return 1 <= len(rows) <= MAX_KV_GROUPS and all(type(field) is int and field >= 1 for row in rows for field in row)
-
-
-def _parts(count: int, block_bytes: int) -> Iterator[slice]:
-    size = max(1, min(CALL_BLOCKS, CALL_BYTES // block_bytes))
-    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _copy(process: _Process, nbytes: int, remote: Sequence[int], local: Sequence[int]) -> None:

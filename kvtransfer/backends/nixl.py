@@ -241,7 +241,8 @@ class NixlTransport:
         self.disconnect(incarnation)
         _check_metadata(incarnation, metadata)
         with self._nixl.translated(f"cannot connect to peer {incarnation:016x}"):
-            name = _text(self._agent.loadRemoteMD(metadata))
+            loaded = self._agent.loadRemoteMD(metadata)
+            name = loaded if isinstance(loaded, str) else loaded.decode("utf-8", "replace")
         if not name.endswith(_name_suffix(incarnation)):
             self._forget(name)
             raise TransferFailed(f"the metadata of peer {incarnation:016x} names agent {name!r}")
@@ -407,7 +408,3 @@ def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:
         raise TransferFailed(f"peer {incarnation:016x} sent {len(metadata)} bytes of agent metadata")
     if _name_suffix(incarnation).encode() not in metadata:
         raise TransferFailed(f"the metadata of peer {incarnation:016x} is of another agent")
-
-
-def _text(name: bytes | str) -> str:
-    return name if isinstance(name, str) else name.decode("utf-8", "replace")

@@ -153,7 +153,8 @@ class PeerLink:
             except _PASSING as exc:
                 failure = exc
             else:
-                return _committed(response)
+                answer = _ANSWERS.get(response.result, CommitAnswer.GONE)  # so counts an answer that only newer lenders know
+                return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)
         if isinstance(failure, ReplicaLost):
             raise failure
         raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
@@ -305,9 +306,3 @@ async def _subscribe(call: Any, queue: asyncio.Queue[_Shown]) -> None:
     while True:
         lease_id, proof = await queue.get()
         await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof))
-
-
-def _committed(response: peer_pb2.CommitResponse) -> Committed:
-    """Decode the answer to a Commit. An unknown answer, from a newer lender, counts as GONE."""
-    answer = _ANSWERS.get(response.result, CommitAnswer.GONE)
-    return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)

@@ -280,7 +280,15 @@ def _groups(value: Any, block_size: int) -> tuple[KvSpec, tuple[RemoteRegion, ..
 
 def _group(value: Any, block_size: int) -> tuple[KvGroup, RemoteRegion, tuple[BlockId, ...]]:
     layers, planes, dtype, window, address, num_blocks, device, block_ids = _members("group", value, 8)
-    shape = _layers(layers), _planes(planes), block_size, _dtype(dtype), _window(window)
+    layers = tuple(_integer("group.layers", layer, 0, _MAX_LAYERS - 1) for layer in _list("group.layers", layers, _MAX_LAYERS))
+    planes = [_members("group.planes", plane, 2) for plane in _list("group.planes", planes, _MAX_PLANES)]
+    shape = (
+        layers,
+        tuple((_dimension(heads), _dimension(dim)) for heads, dim in planes),
+        block_size,
+        _dtype(dtype),
+        None if window is None else _integer("group.window", window, 1, (1 << 31) - 1),
+    )
     try:
         group = KvGroup(*shape)
     except ConfigError as exc:
@@ -288,15 +296,6 @@ def _group(value: Any, block_size: int) -> tuple[KvGroup, RemoteRegion, tuple[Bl
     num_blocks = _integer("num_blocks", num_blocks, 1, (1 << 31) - 1)
     region = RemoteRegion(_integer("address", address, 1, _MAX_U64), num_blocks, group.block_bytes, _device(device))
     return group, region, _block_ids(block_ids, num_blocks)
-
-
-def _layers(value: Any) -> tuple[int, ...]:
-    return tuple(_integer("group.layers", layer, 0, _MAX_LAYERS - 1) for layer in _list("group.layers", value, _MAX_LAYERS))
-
-
-def _planes(value: Any) -> tuple[tuple[int, int], ...]:
-    planes = [_members("group.planes", plane, 2) for plane in _list("group.planes", value, _MAX_PLANES)]
-    return tuple((_dimension(heads), _dimension(dim)) for heads, dim in planes)
 
 
 def _dimension(value: Any) -> int:
@@ -309,10 +308,6 @@ def _dtype(value: Any) -> str:
     if value not in DTYPE_BITS:
         raise IncompatiblePeer(f"the peer's KV has dtype {value!r:.40}; known here: {', '.join(DTYPE_BITS)}")
     return value
-
-
-def _window(value: Any) -> int | None:
-    return None if value is None else _integer("group.window", value, 1, (1 << 31) - 1)
 
 
 def _device(value: Any) -> TransferDevice:

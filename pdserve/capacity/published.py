@@ -86,7 +86,8 @@ def _read(name: str, config: Mapping[str, Any], num_kv_heads: int | None) -> Pub
         return _read_plain(name, config, *_PLAIN[kind], num_kv_heads)
     if kind not in _GATED:
         raise ConfigError(f"model_type {kind!r:.60} is not known; known: {', '.join(sorted(_GATED | set(_PLAIN)))}")
-    heads, hidden, layers = _heads_of(config), integer(config, "hidden_size"), _layers_of(config, "num_hidden_layers")
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    layers = _layers_of(config, "num_hidden_layers")
     latent = bool(config.get("kv_lora_rank"))
     kv_heads = [1] * layers if latent else _kv_heads(config, heads, layers, num_kv_heads)
     if latent and num_kv_heads is not None:
@@ -117,10 +118,6 @@ def _read_plain(
     layer = LayerShape(gqa_attention(hidden, heads, kv_heads, head_dim, head_dim), dense_mlp(hidden, 4 * hidden, gated=False))
     shape = ModelShape(integer(config, "vocab_size"), hidden, ((layer, layers),), True)
     return PublishedModel(name, shape, heads, kv_heads, False, 4 * hidden, integer(config, positions), _quantization(config))
-
-
-def _heads_of(config: Mapping[str, Any]) -> int:
-    return integer(config, "num_attention_heads")
 
 
 def _layers_of(config: Mapping[str, Any], key: str) -> int:
@@ -189,16 +186,12 @@ def _mlp(config: Mapping[str, Any], hidden: int, index: int) -> MlpShape:
     experts, chosen = integer(config, experts_name), integer(config, "num_experts_per_tok")
     if experts > MOST_EXPERTS or chosen > experts:
         raise ConfigError(f"num_experts_per_tok {chosen} of {experts_name} {experts}: at most {min(experts, MOST_EXPERTS)}")
-    width = integer(config, "moe_intermediate_size", None if "moe_intermediate_size" in config else _dense_width(config))
+    width = integer(config, "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size")
     gated = bool(config.get("shared_expert_intermediate_size"))
     shared = integer(config, "shared_expert_intermediate_size") if gated else 0
     if config.get("n_shared_experts"):
         shared = integer(config, "n_shared_experts") * width
     return moe_mlp(hidden, width, experts=experts, experts_per_token=chosen, shared=shared, shared_gate=gated)
-
-
-def _dense_width(config: Mapping[str, Any]) -> int:
-    return integer(config, "intermediate_size")
 
 
 def _is_dense(config: Mapping[str, Any], index: int) -> bool:

@@ -7,6 +7,7 @@ tokenizer_config.json. Engine and router know only this directory, and not where
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +46,9 @@ def resolve(model: str, *, cache_dir: Path | None = None, progress: Progress = s
         progress("downloading " + model, 0, 1)
         found = hub.download(model) if weights else hub.download(model, hub.WITHOUT_WEIGHTS)
         check_directory(found, weights=weights)
-    return found if found.is_dir() else _converted(found, cache, progress)
+    if found.is_dir():
+        return found
+    return build_once(cache / f"{found.stem}-{_key(found)}", partial(convert, found, progress=progress))
 
 
 def check_known(model: str, load_format: str = "auto") -> None:
@@ -72,7 +75,7 @@ def _find(model: str, cache: Path, *, weights: bool) -> Path | None:
         raise ConfigError(f"model {path} is a file but not a .gguf; it must be {_KNOWN}")
     if is_file:
         return path
-    if _looks_like_path(model):
+    if model.endswith(".gguf") or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:  # it looks like a path
         raise ConfigError(f"model {model!r} does not exist")
     if model.count("/") == 1:
         return None
@@ -80,15 +83,6 @@ def _find(model: str, cache: Path, *, weights: bool) -> Path | None:
     if packaged is not None:
         return packaged
     raise ConfigError(f"model {model!r} is not known: it must be {_KNOWN}")
-
-
-def _looks_like_path(model: str) -> bool:
-    return model.endswith(".gguf") or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-
-
-def _converted(source: Path, cache: Path, progress: Progress) -> Path:
-    target = cache / f"{source.stem}-{_key(source)}"
-    return build_once(target, lambda directory: convert(source, directory, progress))
 
 
 def _key(source: Path) -> str:

@@ -120,7 +120,8 @@ class AsyncStream:
                 raise closed_client() from exc
             raise self._client.server.error_of(exc) from exc
         except asyncio.CancelledError:
-            if _task_is_cancelled():
+            task = asyncio.current_task()
+            if task is None or task.cancelling() > 0:  # a cancelled call raises the same error in a task that goes on
                 raise
             if self._client.closed:
                 raise closed_client() from None
@@ -129,12 +130,6 @@ class AsyncStream:
             call.cancel()
         if last < 0 or len(ended) <= last:
             raise broken_stream()
-
-
-def _task_is_cancelled() -> bool:
-    """Tell whether the task itself is cancelled. A call that is cancelled raises the same error in a task that goes on."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 class AsyncClient:

@@ -84,7 +84,7 @@ class LLM:
         set ends after `MAX_TOKENS` tokens, as in vLLM. `use_tqdm` shows the progress. Raises the first error that is not tried
         again; the requests that still run are then cancelled.
         """
-        alone = isinstance(prompts, str | Mapping) or _are_ids(prompts)
+        alone = isinstance(prompts, str | Mapping) or (bool(prompts) and all(isinstance(one, int) for one in prompts))
         asked: Sequence[Any] = [prompts] if alone else list(prompts)
         params = _each(sampling_params, len(asked))
         return self._run(len(asked), lambda i: text_request(asked[i], params[i], options), use_tqdm)
@@ -172,10 +172,6 @@ class _Batch:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(i)) for i in range(self._count)]
         return [task.result() for task in tasks]
-
-
-def _are_ids(prompts: Any) -> bool:
-    return bool(prompts) and all(isinstance(one, int) for one in prompts)
 
 
 def _each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

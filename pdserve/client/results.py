@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
 from pdserve.core.sampling import FinishReason
@@ -184,15 +184,12 @@ def _closed(index: int, choice: _Open) -> Choice | None:
         logprobs=tuple(choice.logprobs),
         prompt_logprobs=choice.prompt_logprobs,
         reasoning="".join(choice.reasoning),
-        tool_calls=tuple(_joined(pieces) for _, pieces in sorted(choice.calls.items())),
+        tool_calls=tuple(  # the first piece of a call has its id and its name
+            replace(pieces[0], arguments="".join([piece.arguments for piece in pieces]))
+            for _, pieces in sorted(choice.calls.items())
+        ),
         report=last.report,
         prompt_tokens=last.prompt_tokens,
         output_tokens=last.output_tokens,
         cached_tokens=last.cached_tokens,
     )
-
-
-def _joined(pieces: list[ToolCall]) -> ToolCall:
-    """Return the call of which these are the pieces. The first one has its id and its name."""
-    first = pieces[0]
-    return ToolCall(first.index, first.id, first.name, "".join([piece.arguments for piece in pieces]))

@@ -104,10 +104,13 @@ class Blueprint:
         """Plan one worker of the role. `share` is the number of workers on its node, itself included."""
         config, local = self.config, self.config.address == "local"
         pool = config.prefill if role == PREFILL else config.decode
+        engine = config.engine_for(pool)
+        if pool.num_gpus:
+            engine = dataclasses.replace(engine, device="cuda")  # a worker with a GPU computes there, or does not start
         worker = WorkerConfig(
             worker_id=worker_id,
             router_address=self.router_address,
-            engine=_engine(config, pool),
+            engine=engine,
             lease=config.lease,
             transfer=config.transfer,
             cluster_token=self.cluster_token,
@@ -152,12 +155,6 @@ class Blueprint:
         ]
         shares = shares_of([plan.needs for plan in plans], nodes)
         return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
-
-
-def _engine(config: ClusterConfig, pool: PoolConfig) -> EngineConfig:
-    """Return the engine settings of a pool's workers. A worker with a GPU computes there, or does not start."""
-    engine = config.engine_for(pool)
-    return dataclasses.replace(engine, device="cuda") if pool.num_gpus else engine
 
 
 def configured_sizes(config: ClusterConfig) -> PoolSizes:

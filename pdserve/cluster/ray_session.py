@@ -156,15 +156,11 @@ def _visit(config: ClusterConfig) -> dict[str, Any]:
     address = services.canonicalize_bootstrap_address(config.address)
     if address is None:
         raise ConnectionError("no Ray runs on this machine")
-    _dial(address)
+    host, _, port = address.rpartition(":")
+    # To fail early: Ray would try an address where nobody answers for over a minute and ignore signals.
+    socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
     send_token_if_asked(address)
     return {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
-
-
-def _dial(address: str) -> None:
-    """Connect once, to fail early: Ray would try an address where nobody answers for over a minute and ignore signals."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_S).close()
 
 
 def _explain(config: ClusterConfig, exc: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -34,7 +34,6 @@ from pdserve.cluster.events import (
     WorkerLoads,
     WorkerPhase,
 )
-from pdserve.worker.load_progress import LoadState
 
 REFRESHES_S = 8
 BAR_CELLS = 20
@@ -98,23 +97,17 @@ class StartView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         grid = Table.grid(padding=(0, 1))
         for part, seconds in self._parts.items():
-            grid.add_row(self._spinner if seconds is None else Text("✓", "green"), part.value, _seconds(seconds))
+            took = Text("" if seconds is None else f"{seconds:.1f} s", "dim")
+            grid.add_row(self._spinner if seconds is None else Text("✓", "green"), part.value, took)
         for worker_id, event in self._workers.items():
-            done = event.phase is WorkerPhase.READY
-            said = Text(_worker_says(event), "yellow" if event.phase is WorkerPhase.WAITING else "dim", overflow="fold")
-            loads = self._loads.get(worker_id)
-            shown = said if loads is None else _bar(loads.state)
+            done, waits = event.phase is WorkerPhase.READY, event.phase is WorkerPhase.WAITING
+            shown: RenderableType = Text(_worker_says(event), "yellow" if waits else "dim", overflow="fold")
+            if worker_id in self._loads:
+                state = self._loads[worker_id].state
+                bar = ProgressBar(state.total, state.done, width=BAR_CELLS)
+                shown = Columns((bar, Text(str(state), "dim", overflow="fold")))
             grid.add_row(Text("✓", "green") if done else self._spinner, f"  {worker_id}", shown)
         yield grid
-
-
-def _bar(state: LoadState) -> Columns:
-    """Draw how far a worker's loading is."""
-    return Columns((ProgressBar(state.total, state.done, width=BAR_CELLS), Text(str(state), "dim", overflow="fold")))
-
-
-def _seconds(seconds: float | None) -> Text:
-    return Text("" if seconds is None else f"{seconds:.1f} s", "dim")
 
 
 def _worker_says(event: WorkerChanged) -> str:

@@ -74,7 +74,7 @@ def request_options(command: Command) -> Command:
     """Add one option for each field of a request but the prompt. The command gets keyword arguments of the same names."""
     placement = click.option("--placement", type=PLACEMENTS, help="Where the prompt is computed (default: the cluster's).")
     decorators = [
-        *(click.option(_flag(name), name, type=kind, help=text) for name, kind, text in SCALARS),
+        *(click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text) for name, kind, text in SCALARS),
         click.option("--stop", multiple=True, help="End the text before this string; may be repeated."),
         click.option("--stop-token-ids", multiple=True, type=UINT32, help="Stop at this token id; may be repeated."),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases, help=BIAS_HELP),
@@ -98,10 +98,6 @@ def request_options(command: Command) -> Command:
     for decorator in reversed(decorators):
         command = decorator(command)
     return command
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def heed_any_input() -> None:

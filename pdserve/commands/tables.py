@@ -244,7 +244,9 @@ def _pools(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     left["ready"] = [_readiness(worker) for worker in state.workers]
     left["KV use" if wide else "KV"] = [Text(kv if wide else kv.rpartition(" ")[2]) for kv in kvs]
     right = {
-        name if wide else SHORT.get(name, name): [_alarming(cell) if name == "unaccounted" else Text(cell) for cell in cells]
+        name if wide else SHORT.get(name, name): [
+            Text.assemble((cell, "red" if name == "unaccounted" and cell != "0" else "")) for cell in cells
+        ]
         for name, cells in shown.items()
     }
     made: list[Table] = []
@@ -284,10 +286,6 @@ def _readiness(worker: inference_pb2.WorkerState) -> Text:
     if worker.draining:
         return Text.assemble(("draining", "yellow"))
     return Text.assemble(("yes", "green") if worker.ready else ("no", "red"))
-
-
-def _alarming(count: str) -> Text:
-    return Text.assemble((count, "red" if count != "0" else ""))
 
 
 def requests(reports: Mapping[str, Any]) -> Table:

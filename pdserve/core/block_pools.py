@@ -240,12 +240,13 @@ class BlockPools:
         assert len(layouts) in (0, len(num_blocks))
         self._windows = {index: layout for index, layout in enumerate(layouts) if layout.window is not None}
         self.published = PublishedKeys(len(num_blocks))
-        self.groups: tuple[BlockPool, ...] = tuple(self._make(index, count) for index, count in enumerate(num_blocks))
+        self.groups: tuple[BlockPool, ...] = tuple(
+            WindowPool(count, self._windows[index], self.published)
+            if index in self._windows
+            else BlockPool(count, self.published)
+            for index, count in enumerate(num_blocks)
+        )
         self._only = self.groups[0] if len(self.groups) == 1 else None  # asked directly: a step grows many sequences
-
-    def _make(self, index: int, num_blocks: int) -> BlockPool:
-        layout = self._windows.get(index)
-        return BlockPool(num_blocks, self.published) if layout is None else WindowPool(num_blocks, layout, self.published)
 
     @property
     def windowed(self) -> bool:

@@ -53,17 +53,15 @@ def peaks_of(kv: KvPool, config: EngineConfig, *, rate: float = 1.0, seen_flops_
     seen_flops_per_s: operations a second that a step of the model has reached. The peak of a CPU is not below it.
     """
     if kv.device.type == "cuda":
-        known = _of_gpu(torch.cuda.get_device_name(kv.device), kv.dtype)
+        device = device_by_driver_name(torch.cuda.get_device_name(kv.device))
+        known = Peaks()
+        if device is not None:
+            known = Peaks(device.peak(str(kv.dtype).removeprefix("torch.")), device.bytes_per_s)
     elif config.peak_flops_per_s is not None and config.peak_bytes_per_s is not None:
         known = Peaks()
     else:
         known = Peaks(max(rate * _products(kv.dtype), seen_flops_per_s), _reads(kv))
     return Peaks(config.peak_flops_per_s or known.flops_per_s, config.peak_bytes_per_s or known.bytes_per_s)
-
-
-def _of_gpu(name: str, dtype: torch.dtype) -> Peaks:
-    device = device_by_driver_name(name)
-    return Peaks() if device is None else Peaks(device.peak(str(dtype).removeprefix("torch.")), device.bytes_per_s)
 
 
 def _products(dtype: torch.dtype) -> float:

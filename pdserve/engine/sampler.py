@@ -73,15 +73,11 @@ def sample(
         scored = [i for i in scored if best[i] != NO_TOKEN]
     for start in range(0, len(scored), ROWS_AT_ONCE):
         rows = scored[start : start + ROWS_AT_ONCE]
-        for i, result in zip(rows, _score(logits[rows], [specs[i] for i in rows]), strict=True):
-            taken[i] = result
+        ids = [specs[i].scored or 0 for i in rows]  # the prompt token that follows each row
+        found = _logprobs(logits[rows], ids, [specs[i].params.prompt_logprobs or 0 for i in rows])
+        for i, token, logprobs in zip(rows, ids, found, strict=True):
+            taken[i] = token, logprobs
     return taken
-
-
-def _score(raw: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
-    """Return the prompt token that follows each row, with its log-probabilities. raw: [rows, vocab]."""
-    ids = [spec.scored or 0 for spec in specs]
-    return list(zip(ids, _logprobs(raw, ids, [spec.params.prompt_logprobs or 0 for spec in specs]), strict=True))
 
 
 def best_ids(logits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Final
 from pdserve.planner.demand import NOTHING, PhaseDemand
 from pdserve.planner.limits import MOST_WORKERS, Targets
 from pdserve.planner.means import NO_MEAN, Mean
-from pdserve.planner.observations import Observations, PoolObserved
+from pdserve.planner.observations import Observations
 from pdserve.planner.settings import PlannerSettings
 from pdserve.planner.steps import FEWEST_SEQUENCES, NO_STEPS, SequenceRoom, StepLine, Steps, room
 from pdserve.planner.waits import wait_within, workers_for_wait
@@ -74,6 +74,9 @@ class Workers:
         busy = None if prefill.utilisation is None else min(prefill.utilisation, 1.0)
         is_free = not observed.demand.queued_requests and not observed.demand.refused_per_s
         prompts = decode.ready * min(decode.prompt_share or 0.0, 1.0)
+        running = min((decode.sequences or 0.0) / decode.max_sequences, 1.0) if decode.max_sequences else 0.0
+        # Of what a decode worker may use. Above 1 it uses more KV blocks or sequences than it should.
+        used = max(kv_used / settings.kv_share, running / settings.sequences_share)
         return Workers(
             self.prompt_rate.add(rate, dt * min(prefill.ready * busy, 1.0), settings.memory_s)
             if rate and busy is not None
@@ -84,7 +87,7 @@ class Workers:
             self.steps.add(decode.step_sequences or sequences, decode.step_s or 0.0, observed.now_s, dt, settings),
             self.sequences.add(sequences, dt, settings.memory_s) if runs else self.sequences,
             self.kv_used.add(kv_used, dt, settings.memory_s) if runs else self.kv_used,
-            self.decode_used.add(decode.ready * _used(decode, kv_used, settings), dt, settings.smoothing_s),
+            self.decode_used.add(decode.ready * used, dt, settings.smoothing_s),
             self.running.add(decode.ready * (decode.step_sequences or sequences), dt, settings.smoothing_s),
             decode.ready,
             self.first_gap_s
@@ -117,12 +120,6 @@ class Workers:
         """Return the share of a worker's KV blocks that one sequence holds. None: nobody ran yet."""
         sequences, kv_used = self.sequences.value, self.kv_used.value
         return kv_used / sequences if sequences and kv_used is not None else None
-
-
-def _used(decode: PoolObserved, kv_used: float, settings: PlannerSettings) -> float:
-    """Return how much of what a decode worker may use is used. Above 1 it uses more KV blocks or sequences than it should."""
-    running = min((decode.sequences or 0.0) / decode.max_sequences, 1.0) if decode.max_sequences else 0.0
-    return max(kv_used / settings.kv_share, running / settings.sequences_share)
 
 
 NO_WORKERS: Final = Workers()

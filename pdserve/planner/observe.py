@@ -201,6 +201,7 @@ def _pool(
         and (span := _Span.of(role, old.load, w.load, interval_s)) is not None
     ]
     counting = [s for s in spans if s.decode_steps > 0.0] if role is Role.DECODE else []
+    queried, hit = _total(spans, lambda s: s.queried), _total(spans, lambda s: s.hit)
     return PoolObserved(
         ready=len(ready),
         coming=coming,
@@ -217,7 +218,7 @@ def _pool(
         max_sequences=_mean([_known(w.hello.slots(w.load)) for w in ready]),
         kv_used=_mean([_kv_used(w.load) for w in ready]),
         queued_tokens=_sum([_known(w.load.queued_tokens) for w in ready]) if ready else None,
-        cached_share=_cached(spans),
+        cached_share=None if queried is None or hit is None else _share(hit, queried - hit),
         prompt_share=_mean([min(1.0, s.prompt_s / s.seconds) for s in spans]),
     )
 
@@ -262,11 +263,6 @@ class _Span:
         )
         decode_s = _grown(old.decode_busy_s, new.decode_busy_s) or 0.0
         return cls(seconds, tokens, busy_s, prompt_s, prompt_steps, decode_s, decode_steps, queried, hit)
-
-
-def _cached(spans: list[_Span]) -> float | None:
-    queried, hit = _total(spans, lambda s: s.queried), _total(spans, lambda s: s.hit)
-    return None if queried is None or hit is None else _share(hit, queried - hit)
 
 
 def _step_s(role: Role, load: WorkerLoad) -> float | None:

@@ -132,7 +132,10 @@ def plan(
         prefill_need(workers, prompt_demand(traffic, observations, settings), targets, settings),
         decode_need(workers, output_demand(traffic, observations, settings), targets, settings),
     )
-    request_s = _request_s(traffic, observations, targets, settings)
+    # A request takes at most the target for TTFT, and a step for each token. A ratio of tokens to requests of which nearly
+    # none came says little, so the time is bounded.
+    decoding_s = (traffic.output_ratio.value or 0.0) * (observations.decode.step_s or targets.tpot_s or 0.0)
+    request_s = min((targets.ttft_s or 0.0) + decoding_s, settings.step_memory_s)
     corrections = corrected(
         state.corrections, observations, targets, _pools_of(observations, needs, state, settings), request_s, settings
     )
@@ -227,13 +230,6 @@ def _pools_of(
         pool(observed.prefill, needs[0], sizes.prefill if sizes else 0, memories[0] if memories else None),
         pool(observed.decode, needs[1], sizes.decode if sizes else 0, memories[1] if memories else None),
     )
-
-
-def _request_s(traffic: Traffic, observed: Observations, targets: Targets, settings: PlannerSettings) -> float:
-    """Return the time that a request takes: at most the target for TTFT, and a step for each token. A ratio of tokens to
-    requests of which nearly none came says little, so the time is bounded."""
-    step_s = observed.decode.step_s or targets.tpot_s or 0.0
-    return min((targets.ttft_s or 0.0) + (traffic.output_ratio.value or 0.0) * step_s, settings.step_memory_s)
 
 
 def _memories(

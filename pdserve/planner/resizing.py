@@ -88,7 +88,10 @@ def steps_of(members: Sequence[PoolMember], sizes: PoolSizes, limits: Limits) ->
     for role, wanted in ((Role.PREFILL, sizes.prefill), (Role.DECODE, sizes.decode)):
         over = count_of(members, role) - wanted
         missing[role] = max(0, -over)
-        cancelled = _cancelled(members, role, max(0, over))
+        # Those without a place go first, and the youngest of each phase first.
+        pending = [member for member in members if member.role is role and member.phase in (Phase.WAITING, Phase.LOADING)]
+        pending.sort(key=lambda m: (m.phase is Phase.LOADING, -m.since_s, m.worker_id))
+        cancelled = pending[: max(0, over)]
         steps += [Cancel(member.worker_id) for member in cancelled]
         spare[role] = max(0, over) - len(cancelled)
     for role, wanted in ((Role.PREFILL, sizes.prefill), (Role.DECODE, sizes.decode)):
@@ -104,12 +107,6 @@ def steps_of(members: Sequence[PoolMember], sizes: PoolSizes, limits: Limits) ->
 def count_of(members: Iterable[PoolMember], role: Role) -> int:
     """Return how many workers count for the pool of the role: those that serve, come, or settle, but not those that leave."""
     return sum(member.role is role and member.phase is not Phase.LEAVING for member in members)
-
-
-def _cancelled(members: Sequence[PoolMember], role: Role, count: int) -> list[PoolMember]:
-    """Return up to `count` workers that serve nobody: those without a place first, and the youngest of each phase first."""
-    pending = [member for member in members if member.role is role and member.phase in (Phase.WAITING, Phase.LOADING)]
-    return sorted(pending, key=lambda m: (m.phase is Phase.LOADING, -m.since_s, m.worker_id))[:count]
 
 
 def _dispensable(members: Sequence[PoolMember], role: Role, wanted: int) -> list[PoolMember]:

@@ -67,7 +67,9 @@ class ChatTemplate:
         `ConfigError`."""
         config = _read_config(directory / "tokenizer_config.json")
         own = directory / "chat_template.jinja"
-        tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+        given = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
+        # A special token is given as the text, or as an object that holds the text.
+        tokens = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in given.items()}
         if file is not None or own.is_file():
             return cls(_read_text(file or own), tokens)
         value = config.get("chat_template")
@@ -227,8 +229,3 @@ def _named_source(value: Any, name: str) -> str | None:
     if isinstance(value, list):
         return next((str(entry["template"]) for entry in value if entry.get("name") == name), None)
     return None if value is None else str(value)
-
-
-def _content(token: Any) -> str:
-    """Return the text of a special token, which is given as the text or as an object that holds the text."""
-    return str(token["content"] if isinstance(token, dict) else token)

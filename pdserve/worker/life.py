@@ -24,9 +24,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.kv_layout import KvGroup
 from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.runner import ModelRunner
 from pdserve.plugins import resolve
 from pdserve.rpc import codec
@@ -75,7 +73,11 @@ class Life:
         self._regions = tuple(map(region_of, lasting.runner.kv.caches))
         self._transfer = self._make_transfer()
         caches = lasting.runner.kv.caches
-        self._staging = Staging(self._transfer, lambda layout, count: StagedKv(layout, count, _cache_for(layout, caches)))
+        self._staging = Staging(
+            self._transfer,
+            # The memory is that of our KV group that holds the same. The ticket was checked, so there is one.
+            lambda layout, count: StagedKv(layout, count, next(c for c in caches if c.layout.holds_the_same_as(layout))),
+        )
         self._server = grpc.aio.server(options=server_options())
 
     def _make_transfer(self) -> TransferThread:
@@ -172,11 +174,6 @@ class Life:
                 f"cannot listen on {config.host}:{config.port}: set host to an address of this machine, port to a free one"
             ) from exc
         return f"{config.advertise_host or config.host}:{bound}"
-
-
-def _cache_for(layout: KvGroup, caches: Sequence[KvCache]) -> KvCache:
-    """Return the memory of our KV group that holds the same as blocks of `layout`. The ticket was checked, so there is one."""
-    return next(cache for cache in caches if cache.layout.holds_the_same_as(layout))
 
 
 async def _watch_lag(member: LinkMember) -> None:

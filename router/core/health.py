@@ -295,7 +295,7 @@ class Health:
     def _look_at_speed(self, role: Role, now_s: float) -> None:
         """Compare the workers of a role that have made steps of late, and judge those that have made some since the last look.
         Weights of other types take other times, and devices that tell no peaks are compared with none that do."""
-        kinds: dict[tuple[object, ...], list[tuple[Worker, Account, outliers.Pace]]] = {}
+        kinds: dict[tuple[object, ...], list[tuple[Worker, Account, outliers.WorkerPace]]] = {}
         for worker in self._registry.of_role(role):
             hello, pace = worker.hello, outliers.pace_of(worker.hello, worker.before, worker.load)
             if pace is not None and worker.account is not None and worker.serves:

@@ -64,14 +64,14 @@ def away_s(ejections: int) -> float:
     return AWAY_S if ejections <= 1 else min(AWAY_MAX_S, AWAY_AGAIN_S * 2.0 ** min(ejections - 2, 16))
 
 
-class Pace(NamedTuple):
+class WorkerPace(NamedTuple):
     """The speed of a worker's steps of late, and its device. A part that is 0 is unknown."""
 
     times: tuple[float, ...]  # of a step, and of some units of its work: a worker is slow only as far as it is by all of them
     peaks: tuple[float, float]  # operations and bytes a second, as the worker tells them
 
 
-def pace_of(hello: WorkerHello, before: WorkerLoad, now: WorkerLoad) -> Pace | None:
+def pace_of(hello: WorkerHello, before: WorkerLoad, now: WorkerLoad) -> WorkerPace | None:
     """Return the pace of a worker's role between two heartbeats. None: it made no such steps, or does not tell enough.
 
     A step of decodes takes a fixed time, some for each sequence and some for each byte of weights and KV that it reads. A step
@@ -83,16 +83,18 @@ def pace_of(hello: WorkerHello, before: WorkerLoad, now: WorkerLoad) -> Pace | N
         busy_s, step_s = now.decode_busy_s - before.decode_busy_s, now.decode_step_s
         if busy_s <= 0.0 or step_s <= 0.0:
             return None
-        return Pace((step_s, step_s / max(1, now.running_sequences), _each(busy_s, before, now, "decode_read_bytes")), peaks)
+        return WorkerPace(
+            (step_s, step_s / max(1, now.running_sequences), _each(busy_s, before, now, "decode_read_bytes")), peaks
+        )
     busy_s, rate = now.prompt_busy_s - before.prompt_busy_s, now.prompt_tokens_per_s
     step_s = _each(busy_s, before, now, "prompt_steps")
     token_s = _each(busy_s, before, now, "computed_prompt_tokens")
     if min(step_s, token_s, rate) <= 0.0:
         return None
-    return Pace((step_s, token_s, _each(busy_s, before, now, "prompt_flops"), 1.0 / rate), peaks)
+    return WorkerPace((step_s, token_s, _each(busy_s, before, now, "prompt_flops"), 1.0 / rate), peaks)
 
 
-def slowness(paces: Sequence[Pace]) -> list[float]:
+def slowness(paces: Sequence[WorkerPace]) -> list[float]:
     """Return for each worker the time of its steps as a multiple of the median. 1: it is not slow, or nobody knows.
 
     Its work alone makes a worker look three times as slow at most, which is not too slow: of the three parts of its time one is

@@ -115,7 +115,7 @@ MAX_SESSIONS: Final = 16_384
 longest time is forgotten first."""
 
 
-class _Turn(NamedTuple):
+class _SessionTurn(NamedTuple):
     """The worker of a turn. A link that broke may be dialled again by the same process, which still has its KV."""
 
     link: LinkId
@@ -129,7 +129,7 @@ class Sessions:
     def __init__(self, registry: Registry, *, max_sessions: int = MAX_SESSIONS) -> None:
         self._registry = registry
         self._max_sessions = max_sessions
-        self._turns: dict[tuple[str, str], dict[Role, _Turn]] = {}
+        self._turns: dict[tuple[str, str], dict[Role, _SessionTurn]] = {}
         """The turns by salt and session. The session that had a turn last is the last one."""
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Sessions:
         if request.session_id:
             key = (request.spec.cache_salt, request.session_id)
             turns = self._turns.pop(key, None) or {}
-            turns[worker.hello.role] = _Turn(worker.link, worker.hello.worker_id, worker.hello.incarnation)
+            turns[worker.hello.role] = _SessionTurn(worker.link, worker.hello.worker_id, worker.hello.incarnation)
             self._turns[key] = turns
             if len(self._turns) > self._max_sessions:
                 del self._turns[next(iter(self._turns))]

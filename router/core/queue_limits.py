@@ -178,7 +178,7 @@ MIN_STREAMS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PresentLimits:
     """The limits that hold now."""
 
     queued_requests: int
@@ -215,7 +215,7 @@ class DerivedLimits:
             if not self._lengths[hello.max_model_len]:
                 del self._lengths[hello.max_model_len]
 
-    def now(self) -> Limits:
+    def now(self) -> PresentLimits:
         """Return the limits that hold now. The index never shrinks: when a worker dials again, it would forget what is true,
         and the memory was affordable."""
         config = self._config
@@ -224,7 +224,7 @@ class DerivedLimits:
         requests = config.max_queued_requests
         if requests is None:
             requests = _within(QUEUE_TURNS * self._slots, MIN_QUEUED_REQUESTS, MAX_QUEUED_REQUESTS)
-        return Limits(
+        return PresentLimits(
             queued_requests=requests,
             queued_tokens=config.max_queued_tokens or _within(tokens, MIN_QUEUED_TOKENS, MAX_QUEUED_TOKENS),
             index_bytes=self._index_bytes if config.prefix_index_bytes is None else config.prefix_index_bytes,

@@ -40,7 +40,7 @@ OwnTurn = tuple[float, int]
 Item = tuple[OwnTurn, LiveRequest]
 
 
-class Call:
+class LaneCall:
     """The requests of one call, by their own turns."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Branch:
     def __init__(self, depth: int) -> None:
         """`depth`: the levels of flows below. Those of the last level are calls."""
         self._depth = depth
-        self._below: dict[str, tuple[Flow, Branch | Call]] = {}
+        self._below: dict[str, tuple[Flow, Branch | LaneCall]] = {}
         self._order: list[tuple[tuple[float, int, int], str]] = []
 
     def __bool__(self) -> bool:
@@ -64,10 +64,10 @@ class Branch:
         flow = flows[0]
         found = self._below.get(flow.name)
         if found is None:
-            found = self._below[flow.name] = flow, Call() if self._depth == 1 else Branch(self._depth - 1)
+            found = self._below[flow.name] = flow, LaneCall() if self._depth == 1 else Branch(self._depth - 1)
             heapq.heappush(self._order, (flow.place, flow.name))
         below = found[1]
-        if isinstance(below, Call):
+        if isinstance(below, LaneCall):
             bisect.insort(below.items, item)
         else:
             below.add(flows[1:], item)
@@ -77,7 +77,7 @@ class Branch:
         if names[0] not in self._below:
             return
         _, below = self._below[names[0]]
-        if isinstance(below, Call):
+        if isinstance(below, LaneCall):
             place = bisect.bisect_left(below.items, (turn,))
             if place < len(below.items) and below.items[place][0] == turn:
                 del below.items[place]
@@ -93,12 +93,12 @@ class Branch:
     def first(self) -> tuple[list[Flow], Item]:
         """Return the first request with its flows. The branch is not empty."""
         flow, below = self._first_below()
-        if isinstance(below, Call):
+        if isinstance(below, LaneCall):
             return [flow], below.items[0]
         flows, item = below.first()
         return [flow, *flows], item
 
-    def _first_below(self) -> tuple[Flow, Branch | Call]:
+    def _first_below(self) -> tuple[Flow, Branch | LaneCall]:
         while True:
             place, name = self._order[0]
             found = self._below.get(name)
@@ -115,12 +115,12 @@ class Branch:
         if found is None:
             return 0
         below = found[1]
-        return bisect.bisect_left(below.items, (turn,)) if isinstance(below, Call) else below.before(names[1:], turn)
+        return bisect.bisect_left(below.items, (turn,)) if isinstance(below, LaneCall) else below.before(names[1:], turn)
 
     def requests(self) -> Iterator[Item]:
         """Yield all requests, in no order of turns."""
         for _, below in self._below.values():
-            yield from below.items if isinstance(below, Call) else below.requests()
+            yield from below.items if isinstance(below, LaneCall) else below.requests()
 
 
 # Waiting requests ------------------------------------------------------------------------------------------------

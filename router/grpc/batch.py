@@ -14,19 +14,19 @@ from router.choices.together import together
 from router.grpc.choices import running_of
 from router.grpc.responses import error_response
 from router.grpc.writer import Writer
-from router.parsing.generate import Batch, GenerateCall, Refused
+from router.parsing.generate import GenerateCall, RefusedRequest, RequestBatch
 
 logger = logging.getLogger(__name__)
 
 
-async def run_batch(router: RouterApi, batch: Batch, context: Any) -> None:
+async def run_batch(router: RouterApi, batch: RequestBatch, context: Any) -> None:
     """Run all requests of a batch and write their answers. Raises `Cancelled` for a client that stopped reading."""
     with closing(Writer(context)) as writer:
         await together([_run(router, i, call, writer) for i, call in enumerate(batch.calls)])
 
 
-async def _run(router: RouterApi, index: int, call: GenerateCall | Refused, writer: Writer) -> None:
-    error = call.error if isinstance(call, Refused) else await _answered(router, index, call, writer)
+async def _run(router: RouterApi, index: int, call: GenerateCall | RefusedRequest, writer: Writer) -> None:
+    error = call.error if isinstance(call, RefusedRequest) else await _answered(router, index, call, writer)
     if error is not None:
         await writer.write(inference_pb2.GenerateBatchResponse(index=index, error=error_response(error)))
 

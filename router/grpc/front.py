@@ -27,8 +27,8 @@ from router.grpc.responses import response
 from router.grpc.writer import Writer
 from router.openai.ignored import Ignored
 from router.parsing.body_budget import BodyBudget
-from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
-from router.parsing.parse import Job, Kind, Parsed
+from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
+from router.parsing.parse import Job, JobKind, Parsed
 from router.parsing.parser import RequestParser
 
 LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize", "Detokenize"})
@@ -93,9 +93,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         remaining_s, client = context.time_remaining(), self._client(context)
         try:
             if isinstance(request, LargeMessage):
-                job = Job(Kind.GENERATE_BATCH, request.data, longest, call_remaining_s=remaining_s, max_deadline_s=deadline_s)
+                job = Job(
+                    JobKind.GENERATE_BATCH, request.data, longest, call_remaining_s=remaining_s, max_deadline_s=deadline_s
+                )
                 batch = await self._parse(job, client)
-                assert isinstance(batch, Batch)
+                assert isinstance(batch, RequestBatch)
             else:
                 batch = generate_batch(
                     request, call_remaining_s=remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
@@ -112,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return generate_call(
                 request, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s, max_prompt_tokens=longest
             )
-        job = Job(Kind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
+        job = Job(JobKind.GENERATE, request.data, longest, call_remaining_s=call_remaining_s, max_deadline_s=deadline_s)
         parsed = await self._parse(job, client)
         assert isinstance(parsed, GenerateCall)
         return parsed
@@ -175,7 +177,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         longest, client = self._router.max_prompt_tokens, self._client(context)
         try:
             if isinstance(request, LargeMessage):
-                parsed = await self._parse(Job(Kind.TOKENIZE, request.data, longest), client)
+                parsed = await self._parse(Job(JobKind.TOKENIZE, request.data, longest), client)
                 assert isinstance(parsed, TokenizeInput)
             else:
                 parsed = TokenizeInput(request.model or None, prompt_of(request, longest))
@@ -191,7 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         longest, client = self._router.max_prompt_tokens, self._client(context)
         try:
             if isinstance(request, LargeMessage):
-                parsed = await self._parse(Job(Kind.DETOKENIZE, request.data, longest), client)
+                parsed = await self._parse(Job(JobKind.DETOKENIZE, request.data, longest), client)
                 assert isinstance(parsed, DetokenizeInput)
             else:
                 parsed = detokenize_input(request, longest)

@@ -38,7 +38,7 @@ from router.openai.model_limits import model_limits
 from router.openai.request import Call, ClassHeaders
 from router.openai.responses.request import ResponsesCall
 from router.parsing.body_budget import BodyBudget
-from router.parsing.parse import Job, Kind
+from router.parsing.parse import Job, JobKind
 from router.parsing.parser import INLINE_BYTES, RequestParser
 
 DEFAULT_LIMITS: Final = RouterConfig()
@@ -78,13 +78,13 @@ def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: R
     budget = BodyBudget(limits.max_inflight_body_bytes)
     answers = BodyBudget(limits.max_inflight_answer_bytes, "answer", "router.max_inflight_answer_bytes")
     generate = {
-        "/v1/completions": _Generate(api, parser, running, budget, answers, Kind.COMPLETION),
-        "/v1/chat/completions": _Generate(api, parser, running, budget, answers, Kind.CHAT),
-        "/v1/responses": _Generate(api, parser, running, budget, answers, Kind.RESPONSES),
+        "/v1/completions": _Generate(api, parser, running, budget, answers, JobKind.COMPLETION),
+        "/v1/chat/completions": _Generate(api, parser, running, budget, answers, JobKind.CHAT),
+        "/v1/responses": _Generate(api, parser, running, budget, answers, JobKind.RESPONSES),
     }
     tokenization = {
-        "/tokenize": Tokenization(api, parser, running, budget, Kind.HTTP_TOKENIZE),
-        "/detokenize": Tokenization(api, parser, running, budget, Kind.HTTP_DETOKENIZE),
+        "/tokenize": Tokenization(api, parser, running, budget, JobKind.HTTP_TOKENIZE),
+        "/detokenize": Tokenization(api, parser, running, budget, JobKind.HTTP_DETOKENIZE),
     }
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in tokenization.items()),
@@ -133,7 +133,7 @@ class _Generate:
         running: RunningCalls,
         budget: BodyBudget,
         answers: BodyBudget,
-        kind: Kind,
+        kind: JobKind,
     ) -> None:
         self._api = api
         self._parser = parser

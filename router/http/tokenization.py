@@ -20,7 +20,7 @@ from router.http.reply import Reply
 from router.http.running_calls import RunningCalls
 from router.openai.errors import encode_json
 from router.parsing.body_budget import BodyBudget
-from router.parsing.parse import Job, Kind
+from router.parsing.parse import Job, JobKind
 from router.parsing.parser import RequestParser
 
 PIECE_IDS: Final = 8192
@@ -30,7 +30,7 @@ PIECE_IDS: Final = 8192
 class Tokenization:
     """An ASGI endpoint between text and token ids."""
 
-    def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: Kind) -> None:
+    def __init__(self, api: RouterApi, parser: RequestParser, running: RunningCalls, budget: BodyBudget, kind: JobKind) -> None:
         self._api = api
         self._parser = parser
         self._running = running

@@ -44,7 +44,7 @@ class GenerateCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedRequest:
     """One request of a batch that cannot be run."""
 
     message: str
@@ -57,14 +57,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RequestBatch:
     """The requests of one call."""
 
-    calls: tuple[GenerateCall | Refused, ...]
+    calls: tuple[GenerateCall | RefusedRequest, ...]
 
-    def of_client(self, client: tuple[str, ...]) -> Batch:
+    def of_client(self, client: tuple[str, ...]) -> RequestBatch:
         """Return the requests with the names of their client."""
-        return Batch(tuple([one if isinstance(one, Refused) else one.of_client(client) for one in self.calls]))
+        return RequestBatch(tuple([one if isinstance(one, RefusedRequest) else one.of_client(client) for one in self.calls]))
 
 
 def generate_batch(
@@ -73,13 +73,13 @@ def generate_batch(
     call_remaining_s: float | None,
     max_deadline_s: float,
     max_prompt_tokens: int,
-) -> Batch:
+) -> RequestBatch:
     """Return the requests of a batch. Raises `InvalidRequest` if there are none or too many."""
     if len(request.requests) > MAX_BATCH:
         raise InvalidRequest(f"has {len(request.requests)} requests; at most {MAX_BATCH} are allowed", field="requests")
     if not request.requests:
         raise InvalidRequest("is empty", field="requests")
-    calls: list[GenerateCall | Refused] = []
+    calls: list[GenerateCall | RefusedRequest] = []
     left = MAX_CALL_CHOICES
     for one in request.requests:
         try:
@@ -93,11 +93,11 @@ def generate_batch(
                 more = f"{call.choices.requests} choices are more than the {left} that the batch has left of {MAX_CALL_CHOICES}"
                 raise InvalidRequest(more, field="n")
         except InvalidRequest as exc:
-            calls.append(Refused(exc.message, exc.field))
+            calls.append(RefusedRequest(exc.message, exc.field))
         else:
             left -= call.choices.requests
             calls.append(call)
-    return Batch(tuple(calls))
+    return RequestBatch(tuple(calls))
 
 
 def generate_call(

@@ -15,10 +15,10 @@ from router.api.request import DetokenizeInput, TokenizeInput
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import ResponsesCall, parse_responses
 from router.openai.tokenization import parse_detokenize, parse_tokenize
-from router.parsing.generate import Batch, GenerateCall, detokenize_input, generate_batch, generate_call, prompt_of
+from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
 
 
-class Kind(Enum):
+class JobKind(Enum):
     """The format of a request, by endpoint or method."""
 
     COMPLETION = "completion"  # OpenAI's JSON
@@ -36,7 +36,7 @@ class Kind(Enum):
 class Job:
     """One request to be parsed."""
 
-    kind: Kind
+    kind: JobKind
     data: bytes
     max_prompt_tokens: int
     """More token ids than this are refused by their count, before the ids are looked at."""
@@ -58,40 +58,40 @@ Message = TypeVar(
     inference_pb2.TokenizeRequest,
     inference_pb2.DetokenizeRequest,
 )
-Parsed = Call | ResponsesCall | GenerateCall | Batch | TokenizeInput | DetokenizeInput
+Parsed = Call | ResponsesCall | GenerateCall | RequestBatch | TokenizeInput | DetokenizeInput
 
 
 def parse(job: Job) -> Parsed:
     """Parse a request. Raises `InvalidRequest` naming the field."""
     match job.kind:
-        case Kind.COMPLETION:
+        case JobKind.COMPLETION:
             return parse_completion(job.data, job.header_id, job.max_prompt_tokens, job.headers)
-        case Kind.CHAT:
+        case JobKind.CHAT:
             return parse_chat(job.data, job.header_id, job.headers)
-        case Kind.RESPONSES:
+        case JobKind.RESPONSES:
             return parse_responses(job.data, job.header_id, job.headers)
-        case Kind.GENERATE:
+        case JobKind.GENERATE:
             return generate_call(
                 _message(inference_pb2.GenerateRequest(), job.data),
                 call_remaining_s=job.call_remaining_s,
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,
             )
-        case Kind.GENERATE_BATCH:
+        case JobKind.GENERATE_BATCH:
             return generate_batch(
                 _message(inference_pb2.GenerateBatchRequest(), job.data),
                 call_remaining_s=job.call_remaining_s,
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,
             )
-        case Kind.TOKENIZE:
+        case JobKind.TOKENIZE:
             request = _message(inference_pb2.TokenizeRequest(), job.data)
             return TokenizeInput(request.model or None, prompt_of(request, job.max_prompt_tokens))
-        case Kind.DETOKENIZE:
+        case JobKind.DETOKENIZE:
             return detokenize_input(_message(inference_pb2.DetokenizeRequest(), job.data), job.max_prompt_tokens)
-        case Kind.HTTP_TOKENIZE:
+        case JobKind.HTTP_TOKENIZE:
             return parse_tokenize(job.data)
-        case Kind.HTTP_DETOKENIZE:
+        case JobKind.HTTP_DETOKENIZE:
             return parse_detokenize(job.data, job.max_prompt_tokens + 1)
 
 

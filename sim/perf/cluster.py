@@ -20,7 +20,6 @@ from pdserve.core.slo import BUILT_IN, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Report
 from router.core import events as ev
-from router.core.policy import Rankings
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of
 from sim.perf.clock import Clock
@@ -81,7 +80,7 @@ class PerfCluster:
         for role, shapes in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode)):
             for shape in shapes:
                 self._make(role, f"{role.value}-{self._links}", shape)
-        self.core = RouterCore(spec.router, fingerprint, self._rankings(), spec.seed)
+        self.core = RouterCore(spec.router, fingerprint, rankings_of(spec.router, _no_faults), spec.seed)
         self._open: dict[RequestId, TraceRequest] = {}
         self._ended = 0
         self._tokens: dict[int, SamplingParams] = {}
@@ -108,9 +107,6 @@ class PerfCluster:
             worker.engine.scheduler.check_invariants()
             assert worker.idle, f"{worker.worker_id} still holds something"
 
-    def _rankings(self) -> Rankings:
-        return rankings_of(self._spec.router, _no_faults)
-
     @property
     def _over(self) -> bool:
         return self._ended == len(self._requests)
@@ -120,13 +116,10 @@ class PerfCluster:
     def _make(self, role: Role, worker_id: str, shape: PerfWorkerShape, earlier: PerfWorker | None = None) -> PerfWorker:
         """Return a new worker, which gets the messages of a link of its own. `earlier` is the last life of its process."""
         make = SimPrefillWorker if role is Role.PREFILL else SimDecodeWorker
-        link = self._new_link()
+        link = ev.LinkId(self._links)
+        self._links += 1
         worker = self.workers[link] = make(self._world, link, worker_id, shape, self._salt, earlier)
         return worker
-
-    def _new_link(self) -> ev.LinkId:
-        self._links += 1
-        return ev.LinkId(self._links - 1)
 
     def _join(self, worker: PerfWorker) -> None:
         self._handle(ev.WorkerJoined(worker.link, worker.hello()))
@@ -151,7 +144,7 @@ class PerfCluster:
             self._handle(submit)
         except PdserveError as exc:
             self.report.refused += 1
-            self._end(request_id, exc, _refused(request))
+            self._end(request_id, exc, Report(Placement.AUTO, "", request.prompt_tokens, 0))
         if number + 1 < len(self._requests):
             self.clock.at(max(self.clock.now_s, self._requests[number + 1].arrived_s), self._arrive, number + 1)
 
@@ -256,10 +249,6 @@ def run_cluster(cluster: PerfCluster) -> SimReport:
 
 def _id(number: int) -> RequestId:
     return RequestId(f"r{number}")
-
-
-def _refused(request: TraceRequest) -> Report:
-    return Report(Placement.AUTO, "", request.prompt_tokens, 0)
 
 
 def _no_faults(role: str, reason: str) -> None:

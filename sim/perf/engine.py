@@ -164,7 +164,8 @@ class PerfEngine:
 
     def _start(self, plan: StepPlan) -> None:
         self._plan, self._work, self._began_s = plan, work_of(plan), self._clock.now_s
-        self._stride = _steps_of(plan)
+        # With drafts for all sequences, a plan is as many steps as each draws tokens.
+        self._stride = 1 if plan.decodes else max(1, min([len(piece.samples) for piece in plan.slices]))
         self._finish_at(self._stride)
 
     def _finish_at(self, steps: int) -> None:
@@ -222,8 +223,3 @@ class PerfEngine:
         if events.snapshot is not None:
             self.snapshot = events.snapshot
         self.publish(events)
-
-
-def _steps_of(plan: StepPlan) -> int:
-    """Return how many steps the plan is: with drafts for all sequences, as many as each draws tokens."""
-    return 1 if plan.decodes else max(1, min([len(piece.samples) for piece in plan.slices]))

@@ -116,7 +116,7 @@ class Schedule:
         self._last = request.number
         index = self._taken
         self._taken += 1
-        if any(not self._known(number) for number in request.after):
+        if any(not (number in self._ended or number in self._blocked or number in self._pending) for number in request.after):
             return self._fail(request, index, now_s, PREDECESSOR_UNKNOWN)
         ended = [self._ended[number] for number in request.after if number in self._ended]
         if any(not ok for _, ok in ended):
@@ -167,9 +167,6 @@ class Schedule:
         if self._planned and self._planned[0][0] <= now_s + AT_ONCE_S:
             return heapq.heappop(self._planned)
         return self._ready.popleft() if self._ready else None
-
-    def _known(self, number: int) -> bool:
-        return number in self._ended or number in self._blocked or number in self._pending
 
     @property
     def _full(self) -> bool:

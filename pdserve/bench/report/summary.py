@@ -128,6 +128,7 @@ def summarise(rows: Sequence[BenchRow], slo_of: Callable[[str], Slo], *, workers
     run = columns(rows, slo_of)
     span_s, drain_s = _span(run)
     goodput = _rate(int(run.attained.sum()), span_s)
+    names = np.array([row.slo_class for row in run.rows], dtype=np.str_)
     return Summary(
         requests=len(run.rows),
         completed=int(run.ok.sum()),
@@ -152,8 +153,8 @@ def summarise(rows: Sequence[BenchRow], slo_of: Callable[[str], Slo], *, workers
         attainment=float(run.attained.mean()) if len(run.rows) else None,
         goodput_per_s=goodput,
         goodput_per_worker_s=goodput / workers if goodput is not None and workers else None,
-        classes=_classes(run, span_s),
-        send_lag_s=Distribution.of(_lags(run)),
+        classes={str(name): _class(run, names == name, span_s) for name in np.unique(names)},
+        send_lag_s=Distribution.of(np.array([row.send_lag_s for row in run.rows if row.error not in NEVER_SENT], np.float64)),
         **_of_the_server(run),
     )
 
@@ -166,17 +167,8 @@ def _span(run: Columns) -> tuple[float | None, float | None]:
     return end_s - float(run.sent_s.min()), max(0.0, end_s - float(run.sent_s.max()))
 
 
-def _lags(run: Columns) -> Floats:
-    return np.array([row.send_lag_s for row in run.rows if row.error not in NEVER_SENT], dtype=np.float64)
-
-
 def _rate(count: int, span_s: float | None) -> float | None:
     return count / span_s if span_s else None
-
-
-def _classes(run: Columns, span_s: float | None) -> dict[str, ClassSummary]:
-    names = np.array([row.slo_class for row in run.rows], dtype=np.str_)
-    return {str(name): _class(run, names == name, span_s) for name in np.unique(names)}
 
 
 def _class(run: Columns, mine: Bools, span_s: float | None) -> ClassSummary:

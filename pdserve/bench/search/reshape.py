@@ -151,8 +151,10 @@ def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping
                 f"layout {layout.name} needs worker {name!r} as a {target.role.value} worker, but it cannot change its role: "
                 f"{obstacle}"
             )
+        same_seqs = target.max_num_seqs == hellos[name].max_num_seqs
+        max_num_seqs = 0 if same_seqs else target.max_num_seqs  # 0: that of the start, for a worker that cannot change it
         try:
-            check_budget(hellos[name], target.max_num_batched_tokens, _if_changed(target.max_num_seqs, hellos[name]))
+            check_budget(hellos[name], target.max_num_batched_tokens, max_num_seqs)
         except InvalidRequest as exc:
             raise CannotShape(f"layout {layout.name}: {exc.message}: choose another value, or start the workers so") from exc
     return targets
@@ -205,12 +207,6 @@ def _rank(home: WantedShape, hello: WorkerHello) -> int:
     if home.role is Role.PREFILL:
         return 0 if hello.flip_obstacle else 1
     return 3 if hello.flip_obstacle else 2
-
-
-def _if_changed(max_num_seqs: int, hello: WorkerHello) -> int:
-    """Return the number, or 0 if the worker started with it. A worker that cannot change the number still has the number of its
-    start."""
-    return 0 if max_num_seqs == hello.max_num_seqs else max_num_seqs
 
 
 def _limits(workers: Mapping[str, WorkerNow], targets: Mapping[str, WantedShape]) -> SetLimits | None:

@@ -173,8 +173,11 @@ class Trial:
             self.estimate = Estimate(count, attained, min(low, target), max(high, target))
             return
         seen = self._judged(good)
-        if seen.low > target and not self._may_say_yes(now_s):
-            seen = replace(seen, low=target)
+        if seen.low > target:
+            # A yes needs a run that was long enough, and a second half that is good enough alone.
+            later, is_long = self._later, now_s - self.settings.warm_s >= self.settings.min_yes_s
+            if not is_long or sum(later) < target * len(later):
+                seen = replace(seen, low=target)
         self.estimate = seen
         if self.decision is None:
             self.decision = Decision.YES if seen.low > target else Decision.NO if seen.high < target else None
@@ -188,11 +191,6 @@ class Trial:
     def _judged(good: Sequence[bool]) -> Estimate:
         low, high = wilson(sum(good) / len(good), effective_count(good), BOUNDARY)
         return Estimate(len(good), sum(good), low, high)
-
-    def _may_say_yes(self, now_s: float) -> bool:
-        """Tell whether the run was long enough, and whether its second half alone is good enough."""
-        later = self._later
-        return now_s - self.settings.warm_s >= self.settings.min_yes_s and sum(later) >= self.settings.target * len(later)
 
     def _backlog_grows(self, now_s: float) -> bool:
         """Tell whether more requests are in flight than half of the run ago, by more than arrivals vary by chance."""

@@ -45,21 +45,13 @@ def ratio(above: EstimateData, below: EstimateData) -> EstimateData:
     assert above.value is not None
     assert below.value is not None
     if not below.value:
-        return EstimateData(None, _over(above.low, below.high), None)
+        return EstimateData(None, above.low / below.high if below.high else 0.0, None)
     if not above.value:
-        return EstimateData(0.0, 0.0, finite(_upper(above.high, below.low)))
+        return EstimateData(0.0, 0.0, finite(above.high / below.low if above.high is not None and below.low else math.inf))
     value = above.value / below.value
     down = math.hypot(_log(above.value, above.low), _log(below.high, below.value))
     up = math.hypot(_log(above.high, above.value), _log(below.value, below.low))
     return EstimateData(value, value * math.exp(-down), finite(value * math.exp(up)) if up < 700 else None)
-
-
-def _over(above: float, below: float | None) -> float:
-    return above / below if below else 0.0
-
-
-def _upper(above: float | None, below: float) -> float:
-    return above / below if above is not None and below else math.inf
 
 
 def _log(above: float | None, below: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -40,7 +41,8 @@ class TraceRequests:
             )
         rows = [self._scaled(row) for row in trace.rows]
         self.notes = tuple(_notes(source, rows, trace.empty))
-        self._rows = [self._cut(row) for row in rows if source.too_long == "cut" or not self._is_long(row)]
+        most = math.inf if source.too_long == "cut" else source.max_prompt_tokens or math.inf
+        self._rows = [self._cut(row) for row in rows if row.prompt_tokens <= most]
         if not self._rows:
             raise ConfigError(f"{source.file}: every prompt is over max_prompt_tokens {source.max_prompt_tokens}; raise it")
         self._check(max_model_len)
@@ -89,9 +91,6 @@ class TraceRequests:
         output = min(row.output_tokens, self._source.max_output_tokens or row.output_tokens)
         blocks = row.blocks[: -(-prompt // self._block_tokens)]
         return replace(row, prompt_tokens=prompt, output_tokens=output, blocks=blocks)
-
-    def _is_long(self, row: TraceRow) -> bool:
-        return row.prompt_tokens > (self._source.max_prompt_tokens or row.prompt_tokens)
 
     def _check(self, max_model_len: int | None) -> None:
         for row in self._rows:

@@ -123,7 +123,9 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         """Check what concerns several fields. Raises `ConfigError`."""
         mixes = self.mixes
-        self._check_turns()
+        # The prompts alone of very long conversations would fill the memory.
+        if isinstance(self.source, SessionSource) and (turns := most(self.source.turns)) > MOST_TURNS:
+            raise ConfigError(f"workload.source.turns may be {turns}, more than {MOST_TURNS}: choose fewer")
         if not all(math.isfinite(mix.weight) for mix in mixes.values()):
             raise ConfigError("workload.classes: weights must be finite")
         for name, mix in mixes.items():
@@ -142,11 +144,6 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the workload as plain data. `parse_spec` reads it back to an equal one."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
-
-    def _check_turns(self) -> None:
-        """Refuse conversations that are so long that their prompts alone would fill the memory."""
-        if isinstance(self.source, SessionSource) and (turns := most(self.source.turns)) > MOST_TURNS:
-            raise ConfigError(f"workload.source.turns may be {turns}, more than {MOST_TURNS}: choose fewer")
 
     def _check_length(self, where: str, mix: ClassMix) -> None:
         """Refuse lengths that may exceed `max_model_len`. Files are checked when they are read."""

@@ -65,7 +65,10 @@ def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
             f"{gguf.path}: tokenizer.ggml.pre is {name!r}; known here: {', '.join(_RULES)}. "
             "Give the model as a directory in Hugging Face layout instead"
         )
-    rule, merges = _RULES[name], [_pair(merge) for merge in gguf.require("tokenizer.ggml.merges")]
+    rule = _RULES[name]
+    # A merge is written as "left right". The byte-level alphabet has no space, so the first space is the border.
+    parts = (merge.partition(" ") for merge in gguf.require("tokenizer.ggml.merges"))
+    merges = [(left, right) for left, _, right in parts]
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
     if rule.nfc:
@@ -74,9 +77,3 @@ def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     added = vocabulary.of_kind(CONTROL, USER_DEFINED)
     return vocabulary.finish(tokenizer, [AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    """Split a merge, written as "left right". The byte-level alphabet has no space, so the first space is the border."""
-    left, _, right = merge.partition(" ")
-    return left, right

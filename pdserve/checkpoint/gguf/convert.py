@@ -40,9 +40,12 @@ def convert(source: Path, directory: Path, progress: Progress = silent) -> None:
 def _convert(gguf: GgufFile, directory: Path, progress: Progress) -> None:
     model = GgufModel(gguf)
     config, names = model.config(), model.tensor_names()
+    # The tokens that end a text, a turn and a message can differ; each ends a request.
+    eos = {gguf.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
+    generation = {"bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"), "eos_token_id": sorted(eos)}
 
     _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", _generation_config(gguf))
+    _write_json(directory / "generation_config.json", generation)
     write_tokenizer(gguf, directory, config["max_position_embeddings"])
     _write_weights(gguf, model, names, directory, progress)
     write_origin(directory, name=model_name(gguf.path), source=gguf.path.name)
@@ -51,12 +54,6 @@ def _convert(gguf: GgufFile, directory: Path, progress: Progress) -> None:
 def model_name(source: Path) -> str:
     """Return the name by which clients call the model: the file's name without extension and quantisation."""
     return _QUANTISATION_SUFFIX.sub("", source.stem) or source.stem
-
-
-def _generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """Return generation_config.json. The tokens that end a text, a turn and a message can differ; each ends a request."""
-    eos = [gguf.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return {"bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"), "eos_token_id": sorted({i for i in eos if i is not None})}
 
 
 def _write_weights(gguf: GgufFile, model: GgufModel, names: dict[str, str], directory: Path, progress: Progress) -> None:

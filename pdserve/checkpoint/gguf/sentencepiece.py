@@ -39,11 +39,13 @@ def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
         raise ConfigError(f"{gguf.path}: its vocabulary has {len(vocabulary.tokens) - len(vocab)} tokens twice")
     if not _BYTES.issubset(token for token, _ in vocabulary.of_kind(BYTE)):
         raise ConfigError(f"{gguf.path}: its vocabulary lacks tokens for some bytes")
-    prefix = bool(gguf.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = bool(gguf.get("tokenizer.ggml.add_space_prefix", True))  # a space is added to the beginning of a text
     merges = _merges(vocabulary, gguf.require("tokenizer.ggml.scores"))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
-    tokenizer.normalizer = _normalizer(prefix)
-    tokenizer.decoder = _decoder(prefix)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return vocabulary.finish(tokenizer, _added(gguf, vocabulary, prefix))
 
 
@@ -66,17 +68,6 @@ def _merges(vocabulary: GgufVocabulary, scores: list[float]) -> list[tuple[str, 
         if token[:cut] in pieces and token[cut:] in pieces
     ]
     return [(left, right) for *_, left, right in sorted(ranked)]
-
-
-def _normalizer(prefix: bool) -> normalizers.Normalizer:
-    """Return what is done to a text before it is split. prefix: a space is added to its beginning."""
-    spaces = normalizers.Replace(" ", _SPACE)
-    return normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
-
-
-def _decoder(prefix: bool) -> decoders.Decoder:
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
 
 
 def _added(gguf: GgufFile, vocabulary: GgufVocabulary, prefix: bool) -> list[AddedToken]:

@@ -131,7 +131,9 @@ class Actuator:
             self._holds.clear()  # the operator may have mended what kept workers from starting
             if not self.wanted.refused:
                 self._marks.note_order(answer.order.roles, reading.workers)
-        limits = dataclasses.replace(self._limits, can_flip=self._can_flip(reading))
+        same_price = self._limits.prefill.price_per_hour == self._limits.decode.price_per_hour
+        can_flip = same_price and not any(worker.hello.flip_obstacle for worker in reading.workers)
+        limits = dataclasses.replace(self._limits, can_flip=can_flip)  # a flip never changes what a worker costs
         self._members = self._present(reading)
         sizes = self._planning.decide(reading, self._members, limits, self.wanted, now_s)
         if sizes is not None:
@@ -156,11 +158,6 @@ class Actuator:
     def _present(self, reading: ClusterReading) -> list[PoolMember]:
         automatic = self.wanted.mode is Mode.AUTOMATIC
         return membership(self._pool.members, reading.workers, self._marks, automatic=automatic)
-
-    def _can_flip(self, reading: ClusterReading) -> bool:
-        """Tell whether workers may change their role. A flip never changes what a worker costs."""
-        same_price = self._limits.prefill.price_per_hour == self._limits.decode.price_per_hour
-        return same_price and not any(worker.hello.flip_obstacle for worker in reading.workers)
 
     def _follow(self, reading: ClusterReading, now_s: float) -> None:
         """Let the plans of workers follow the roles in which they serve."""

@@ -36,7 +36,7 @@ LONGEST_S: Final = 300.0
 TRIES: Final = 1_000  # so many starts never fit into an hour: a policy is not given up, since a mended module heals it
 
 
-class State(Enum):
+class PolicyState(Enum):
     """The state of a policy's process."""
 
     DOWN = "down"  # there is none
@@ -56,7 +56,7 @@ class ScalingPolicy:
         self._setting, self._name, self._timeout_s, self._log, self._told = setting, name, timeout_s, log, told
         self._process: ChildProcess | None = None
         self._killed: list[ChildProcess] = []
-        self._state = State.DOWN
+        self._state = PolicyState.DOWN
         self._until_s = 0.0  # the limit of the state STARTING or ASKED, and the end of DOWN
         self._number = 0
         self._backoff = Backoff(TRIES, HOUR_S, FIRST_S, LONGEST_S)
@@ -67,7 +67,7 @@ class ScalingPolicy:
     @property
     def is_asked(self) -> bool:
         """True while the process owes an answer."""
-        return self._state is State.ASKED
+        return self._state is PolicyState.ASKED
 
     def follow(self, now_s: float) -> None:
         """Take what the process says. End a process that is late. Start a process where there is none and the pause is over."""
@@ -79,11 +79,11 @@ class ScalingPolicy:
 
     def ask(self, context: ScalingContext, now_s: float) -> None:
         """Ask for a size. Where no process is ready, the last answer does not count any more, and none comes."""
-        if self._state is not State.IDLE or self._process is None:
+        if self._state is not PolicyState.IDLE or self._process is None:
             self.size = PolicySize(self._name, fault=self.size.fault or "its process is not ready")
             return
         self._number += 1
-        self._state, self._until_s = State.ASKED, now_s + self._timeout_s
+        self._state, self._until_s = PolicyState.ASKED, now_s + self._timeout_s
         empty_if_large(self._log)
         try:
             self._process.send(msgspec.json.encode(Question(self._number, context)))
@@ -95,13 +95,13 @@ class ScalingPolicy:
         if self._process is not None:
             self._killed.append(self._process)
             self._process = None
-        self._state, self._until_s, self.size = State.DOWN, 0.0, PolicySize(self._name)
+        self._state, self._until_s, self.size = PolicyState.DOWN, 0.0, PolicySize(self._name)
         for process in self._killed:
             process.close()
         self._killed.clear()
 
     def _start(self, now_s: float) -> None:
-        self._state, self._until_s = State.STARTING, now_s + START_LIMIT_S
+        self._state, self._until_s = PolicyState.STARTING, now_s + START_LIMIT_S
         try:
             self._process = _started(self._setting, self._name, self._log)
         except OSError as exc:
@@ -115,25 +115,25 @@ class ScalingPolicy:
             return
         if answer is not None:
             self._take(answer, now_s)
-        elif now_s >= self._until_s and self._state is State.ASKED:
+        elif now_s >= self._until_s and self._state is PolicyState.ASKED:
             self._fail(PolicyFault.LATE, f"it gave no answer within {self._timeout_s:g} s", now_s)
-        elif now_s >= self._until_s and self._state is State.STARTING:
+        elif now_s >= self._until_s and self._state is PolicyState.STARTING:
             self._fail(PolicyFault.CANNOT_START, f"it was not imported within {START_LIMIT_S:g} s", now_s)
 
     def _take(self, answer: Answer, now_s: float) -> None:
-        expected = {State.STARTING: 0, State.ASKED: self._number}.get(self._state)
+        expected = {PolicyState.STARTING: 0, PolicyState.ASKED: self._number}.get(self._state)
         if answer.number != expected:
             self._fail(PolicyFault.ENDED, "its process gave an answer that nobody asked for", now_s)
         elif answer.fault == PolicyFault.CANNOT_START.value:
             self._fail(PolicyFault.CANNOT_START, answer.detail, now_s)
-        elif self._state is State.STARTING:
-            self._state = State.IDLE
+        elif self._state is PolicyState.STARTING:
+            self._state = PolicyState.IDLE
         elif answer.workers is None:
-            self._state = State.IDLE
+            self._state = PolicyState.IDLE
             raised = answer.fault == PolicyFault.RAISED.value
             self._note(PolicyFault.RAISED if raised else PolicyFault.NOT_A_SIZE, answer.detail, now_s)
         else:
-            self._state = State.IDLE
+            self._state = PolicyState.IDLE
             self.size = PolicySize(self._name, answer.workers)
             if self.fault is not None:
                 self.fault = None
@@ -142,7 +142,7 @@ class ScalingPolicy:
     def _fail(self, fault: PolicyFault, detail: str, now_s: float) -> None:
         """End the process. Another one is started after a pause, which is longer each time."""
         pause_s = self._backoff.next_delay_s(now_s)
-        self._state, self._until_s = State.DOWN, now_s + (LONGEST_S if pause_s is None else pause_s)
+        self._state, self._until_s = PolicyState.DOWN, now_s + (LONGEST_S if pause_s is None else pause_s)
         if self._process is not None:
             self._process.close(0.0)
             self._killed.append(self._process)

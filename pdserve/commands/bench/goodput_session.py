@@ -129,9 +129,10 @@ class _Session:
         self._admin = admin
         self._console = console
         now = datetime.datetime.now(datetime.UTC)
+        left_out = {"cluster_token", "result_file", "resume", "tokenizer", "workload"}  # a file keeps no secrets and no paths
         self._meta = collect_meta(
             workload=plan.workload.spec.to_dict(),
-            configuration=_configuration(flags),
+            configuration={name: value for name, value in flags.items() if name not in left_out and value is not None},
             seed=flags["seed"],
             slos={"": plan.slo},
             started=now,
@@ -311,12 +312,6 @@ def _encode(tokenizer: Tokenizer | None) -> Callable[[str], tuple[int, ...]] | N
     if tokenizer is None:
         return None
     return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _configuration(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags as a file keeps them: no secrets and no paths."""
-    left_out = {"cluster_token", "result_file", "resume", "tokenizer", "workload"}
-    return {name: value for name, value in flags.items() if name not in left_out and value is not None}
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, tuple[bool, str]]) -> tuple[bool, str] | None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from pdserve.bench.layout import Layout
 from pdserve.bench.row import BenchRow
 from pdserve.bench.search.actions import RunAction
-from pdserve.bench.search.result import GoodputResult, LayoutResult, Point
+from pdserve.bench.search.result import GoodputResult, Point
 from pdserve.bench.search.trial import Trial
 from pdserve.commands.tables import table
 
@@ -87,21 +87,18 @@ def layouts(result: GoodputResult) -> Table:
     view = table(title, ["layout", "settled"], right)
     for one in result.layouts:
         count = sum(point.layout == one.layout for point in result.points)
+        high = "?" if math.isinf(one.high_per_s) else f"{one.high_per_s:.3g}"
         view.add_row(
             one.layout.name,
             "yes" if one.settled else "no",
             str(one.layout.chunk_tokens),
             str(one.layout.max_num_seqs),
             f"{one.goodput_per_s:.3g}",
-            _interval(one),
+            f"{one.low_per_s:.3g} to {high}",
             f"{one.goodput_per_s / one.layout.workers:.3g}",
             str(count),
         )
     return view
-
-
-def _interval(one: LayoutResult) -> str:
-    return f"{one.low_per_s:.3g} to {'?' if math.isinf(one.high_per_s) else format(one.high_per_s, '.3g')}"
 
 
 def _what(layout: Layout, rate_per_s: float) -> str:

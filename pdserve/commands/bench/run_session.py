@@ -336,15 +336,12 @@ def _configuration(flags: Mapping[str, Any], plan: _RunPlan) -> dict[str, Any]:
     return kept
 
 
-def _workers(plan: _RunPlan) -> int | None:
-    return None if plan.cluster is None else len(plan.cluster["workers"])
-
-
 def _show(this: Run, plan: _RunPlan, progress: RunProgress, console: Console) -> None:
     """Print the figures, and the comparison where one is wanted."""
     for note in plan.workload.notes:
         console.print(note)
-    summary = summarise(this.rows, plan.slo_of, workers=_workers(plan))
+    workers = None if plan.cluster is None else len(plan.cluster["workers"])
+    summary = summarise(this.rows, plan.slo_of, workers=workers)
     targets = plan.slo.words + (", for every class" if len(summary.classes) > 1 else "")
     console.print(summary_table(summary, targets, progress.messages))
     run = columns(this.rows, plan.slo_of)

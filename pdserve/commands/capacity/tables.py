@@ -48,7 +48,8 @@ def _verdict(question: CapacityQuestion, answer: CapacityAnswer) -> Text:
 
 def _head(question: CapacityQuestion, answer: CapacityAnswer) -> Iterator[str]:
     model, gpu = question.model, question.gpu
-    yield f"{model.name}: {model.shape.numbers / 1e9:.4g} billion parameters, {_weights(question)}"
+    weights = question.dtype if question.weight_scheme == "none" else f"layers in {question.weight_scheme}"
+    yield f"{model.name}: {model.shape.numbers / 1e9:.4g} billion parameters, {weights}"
     kv = f"KV {answer.kv_bytes_per_token:,.0f} B a token ({question.kv_bits:g} bits)"
     yield f"{kv}, {answer.kv_bytes_per_request / 1e6:,.4g} MB a prompt"
     yield f"{question.gpus} x {gpu.title}: {_counted(answer.workers, 'worker')} of {_counted(answer.tp, 'GPU')}"
@@ -58,10 +59,6 @@ def _head(question: CapacityQuestion, answer: CapacityAnswer) -> Iterator[str]:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _weights(question: CapacityQuestion) -> str:
-    return question.dtype if question.weight_scheme == "none" else f"layers in {question.weight_scheme}"
 
 
 def _sentence(text: str) -> str:

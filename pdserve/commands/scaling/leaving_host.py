@@ -39,7 +39,9 @@ def drain_host(
         try:
             with AdminClient(address, cluster_token) as client:
                 if workers is None:
-                    workers = _workers_at(client, host)
+                    hellos = [worker.hello for worker in client.cluster_state().workers]
+                    there = [hello for hello in hellos if hello.address.rpartition(":")[0].strip("[]") == host]
+                    workers = {hello.worker_id: hello.incarnation for hello in there}
                 for worker_id, incarnation in list(workers.items()):
                     if not _still_there(client, worker_id, incarnation):
                         del workers[worker_id]
@@ -52,11 +54,6 @@ def drain_host(
             if not passes or time.monotonic() - answered_s > GIVE_UP_S:
                 raise
             time.sleep(look_s * random.uniform(0.0, 0.5))
-
-
-def _workers_at(client: AdminClient, host: str) -> dict[str, int]:
-    hellos = [worker.hello for worker in client.cluster_state().workers]
-    return {hello.worker_id: hello.incarnation for hello in hellos if hello.address.rpartition(":")[0].strip("[]") == host}
 
 
 def _still_there(client: AdminClient, worker_id: str, incarnation: int) -> bool:

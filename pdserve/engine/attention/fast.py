@@ -13,7 +13,6 @@ front of this one are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,9 +133,10 @@ class FastAttention:
         for span in spans:
             if span.count == 1:
                 decodes.setdefault(self._blocks(span).bit_length(), []).append(span)
-        return [*decodes.values(), *([piece] for span in spans if span.count > 1 for piece in _pieces(span))]
-
-
-def _pieces(span: Span) -> Iterator[Span]:
-    for done in range(0, span.count, PIECE):
-        yield Span(span.row + done, span.start + done, min(PIECE, span.count - done), span.block_table)
+        pieces = [
+            [Span(span.row + done, span.start + done, min(PIECE, span.count - done), span.block_table)]
+            for span in spans
+            if span.count > 1
+            for done in range(0, span.count, PIECE)
+        ]
+        return [*decodes.values(), *pieces]

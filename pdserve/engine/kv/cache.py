@@ -115,7 +115,9 @@ class KvCache:
     def write(self, layer: int, slots: Tensor, *planes: Tensor) -> None:
         """Write the new tokens of one layer. planes: [tokens, heads, dim] for each; slots: the result of `slots`."""
         if self.layout.quantised:
-            for part, tokens in zip(self.parts, _joined(planes), strict=True):
+            runs = groupby(planes, key=lambda plane: plane.shape[-1])
+            joined = (torch.cat(list(run), 1) for _, run in runs)  # the tokens of each of the parts, [tokens, heads, dim]
+            for part, tokens in zip(self.parts, joined, strict=True):
                 self._quantise(part, layer, slots.long(), tokens.float())
             return
         tokens = torch.cat(planes if len(self.parts) == 1 else [plane.flatten(1) for plane in planes], 1)
@@ -179,12 +181,6 @@ class KvCache:
         changed = new | (old & (scales > before)[..., None, None])
         part.data[block, layer] = torch.where(changed, numbers, stored)
         part.scales[block, layer] = scales
-
-
-def _joined(planes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the tokens of each of `KvGroup.parts`, [tokens, heads, dim]."""
-    for _, run in groupby(planes, key=lambda plane: plane.shape[-1]):
-        yield torch.cat(list(run), 1)
 
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:

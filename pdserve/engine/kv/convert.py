@@ -29,15 +29,11 @@ def convert_blocks(blocks: Tensor, source: KvGroup, target: KvGroup, tokens: int
     assert blocks.shape == (source.blocks_for(tokens), source.block_bytes), "the shape of blocks does not fit tokens"
     if source == target:
         return blocks.clone()
-    values = _read(blocks, source)
+    # A copy of the values of each part: [n, num_layers, heads, block_size, dim] float32.
+    values = [_values(part, source.dtype) for part in part_views(blocks, source)]
     for part in values:
         part[-1, ..., tokens - (len(blocks) - 1) * source.block_size :, :] = 0
     return _store(values, target)
-
-
-def _read(blocks: Tensor, group: KvGroup) -> list[Tensor]:
-    """Return a copy of the values of each part: [n, num_layers, heads, block_size, dim] float32."""
-    return [_values(part, group.dtype) for part in part_views(blocks, group)]
 
 
 def _values(part: PagePart, dtype: str) -> Tensor:

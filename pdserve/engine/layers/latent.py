@@ -78,7 +78,9 @@ class LatentPart:
 
 def in_halves(spec: MlaSpec, weights: MlaWeights) -> tuple[Tensor, Tensor]:
     """Return q and kv_a with rotated rows in the order in which number i pairs with i + rope_dim / 2."""
-    order = _rope_order(spec).to(weights.kv_a.device)
+    order = torch.arange(spec.rope_dim, device=weights.kv_a.device)
+    if spec.rope.neighbours:  # neighbours are pairs: the rows of even places come first
+        order = torch.cat((order[::2], order[1::2]))
     heads = weights.q.view(spec.heads, spec.qk_dim, -1)
     q = torch.cat((heads[:, : spec.nope_dim], heads[:, spec.nope_dim :][:, order]), 1).flatten(0, 1)
     return q, torch.cat((weights.kv_a[: spec.kv_rank], weights.kv_a[spec.kv_rank :][order]))
@@ -98,9 +100,3 @@ def _by_head(x: Tensor, weights: Tensor) -> Tensor:
 def _whole_vectors(weights: Tensor) -> Tensor:
     """Return weights [heads, in, out] in new memory, with columns of zeros up to a whole number of vectors."""
     return F.pad(weights, (0, -weights.shape[-1] % VECTOR)).contiguous()
-
-
-def _rope_order(spec: MlaSpec) -> Tensor:
-    """Return the order of the rotated rows of a head: those of even places first where neighbours are pairs."""
-    places = torch.arange(spec.rope_dim)
-    return torch.cat((places[::2], places[1::2])) if spec.rope.neighbours else places

@@ -58,7 +58,9 @@ class Adding:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
         if kind is None:
             for name, (tensor, pieces) in self._pieces.items():
-                self._tensors[name] = _of_tensor(name, tensor, [piece.result() for piece in pieces])
+                facts = name, str(tensor.dtype), ",".join(map(str, tensor.shape))
+                parts = [*(fact.encode() for fact in facts), *(piece.result() for piece in pieces)]
+                self._tensors[name] = sha256(encode_parts(*parts)).digest()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Begin to digest a tensor on the CPU, whose numbers must not change until the context ends."""
@@ -71,9 +73,3 @@ class Adding:
 
 def _digest(content: memoryview) -> bytes:
     return sha256(content).digest()
-
-
-def _of_tensor(name: str, tensor: Tensor, pieces: list[bytes]) -> bytes:
-    """Return the digest of one tensor: its name, its dtype, its shape and its bytes."""
-    facts = name, str(tensor.dtype), ",".join(map(str, tensor.shape))
-    return sha256(encode_parts(*[fact.encode() for fact in facts], *pieces)).digest()

@@ -62,7 +62,11 @@ class StreamedWeights:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors; a tied head is counted once."""
-        wide = {self._names.of("router_bias", index) for index in range(len(self._spec.layers)) if self._has_bias(index)}
+        wide = {
+            self._names.of("router_bias", index)
+            for index, layer in enumerate(self._spec.layers)
+            if getattr(layer.mlp, "correction_bias", False)
+        }
         sizes = {name: torch.float32.itemsize if name in wide else self._dtype.itemsize for name in self._shapes}
         return sum(math.prod(shape) * sizes[name] for name, shape in self._shapes.items())
 
@@ -78,9 +82,6 @@ class StreamedWeights:
     def held(self) -> ModelWeights:
         """Read everything into memory."""
         return ModelWeights(self.embedding, tuple(self.layers), self.norm, self.head)
-
-    def _has_bias(self, index: int) -> bool:
-        return bool(getattr(self._spec.layers[index].mlp, "correction_bias", False))
 
     def _one(self, name: str) -> Tensor:
         with self.source.opened() as copy:
@@ -105,12 +106,9 @@ class StreamedWeights:
                 part = place[at : at + self._shapes[name][0]]
                 copy(name, part)
                 at += len(part)
-                self._tell(part.nbytes)
+                self._read_bytes = min(self.nbytes, self._read_bytes + part.nbytes)  # the first norms are read twice
+                self._progress(LOADING, self._read_bytes, self.nbytes)
         return joined
-
-    def _tell(self, nbytes: int) -> None:
-        self._read_bytes = min(self.nbytes, self._read_bytes + nbytes)  # the first norms are read twice
-        self._progress(LOADING, self._read_bytes, self.nbytes)
 
 
 class _Layers:

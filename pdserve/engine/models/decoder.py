@@ -171,11 +171,13 @@ class Decoder:
         ropes = {rope_key(layer.attention): None for layer in spec.layers}
         self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
+        firsts = [Norm.of(spec.layers[i].norms, weights.attention_norm(i)) for i in range(1, len(spec.layers))]
+        norms = [*firsts, Norm.of(spec.norm, weights.norm)]  # the one after each layer
         self._layers = [
             LayerPlace(
                 Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)]
             )
-            for one, own, norm, place in zip(spec.layers, weights.layers, _next_norms(spec, weights), spec.places, strict=True)
+            for one, own, norm, place in zip(spec.layers, weights.layers, norms, spec.places, strict=True)
         ]
         self._head = linear(weights.head)
         backend.rows.settle(self._samples())
@@ -250,12 +252,6 @@ def obstacle(spec: ModelSpec) -> str | None:
         if len({Scores.of(spec.layers[layer].attention) for layer in layers}) > 1:
             return UNEQUAL_SCORES
     return None
-
-
-def _next_norms(spec: ModelSpec, weights: WeightSource) -> list[Norm]:
-    """Return the norm after each layer."""
-    firsts = [Norm.of(spec.layers[index].norms, weights.attention_norm(index)) for index in range(1, len(spec.layers))]
-    return [*firsts, Norm.of(spec.norm, weights.norm)]
 
 
 def _pad_rows(x: Tensor, count: int) -> Tensor:

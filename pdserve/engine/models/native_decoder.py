@@ -244,7 +244,9 @@ class NativeDecoder:
 
     def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, expert: int = 0) -> None:
         """Copy a gated MLP. which: the number of its gate and up; that of down follows it."""
-        self._take(layer, which, _by_turns(mlp.gate_up), expert)
+        # [2 * width, hidden], gate first, becomes LANES rows of the gate, the same LANES rows of up, and so on.
+        gate_up = mlp.gate_up.view(2, -1, LANES, mlp.gate_up.shape[1]).transpose(0, 1).reshape(mlp.gate_up.shape)
+        self._take(layer, which, gate_up, expert)
         self._take(layer, which + 1, mlp.down, expert)
 
     def _take_experts(self, layer: int, moe: MoeWeights) -> None:
@@ -346,11 +348,6 @@ class _GroupTables:
 
 def _packed(table: tuple[BlockId, ...]) -> bytes:
     return array("i", table).tobytes()
-
-
-def _by_turns(gate_up: Tensor) -> Tensor:
-    """Reorder gate_up [2 * width, hidden], gate first, into LANES rows of the gate, the same LANES rows of up, and so on."""
-    return gate_up.view(2, -1, LANES, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
 def _done(result: int) -> None:

@@ -68,7 +68,9 @@ class Qwen3Coder(CallMachine):
             self._read.clear()
             self._arguments.append(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
             before = ", "
-            yield from self._typed_value(types_of(_property(schema, name), schema))
+            properties = schema.get("properties")
+            wanted = properties.get(name) if isinstance(properties, dict) else None
+            yield from self._typed_value(types_of(wanted, schema))
             yield from self.blanks()
             yield from self.expect("<")
         yield from self.expect("/function>")
@@ -172,11 +174,6 @@ def _type(value: Any) -> str:
         return "boolean"
     names = {dict: "object", list: "array", str: "string", int: "integer", float: "number", type(None): "null"}
     return names[type(value)]
-
-
-def _property(schema: Mapping[str, Any], name: str) -> Any:
-    found = schema.get("properties")
-    return found.get(name) if isinstance(found, dict) else None
 
 
 def _at(root: Any, path: list[str]) -> Any:

@@ -91,7 +91,9 @@ class ReasoningParser:
         text = self._tag + text
         end = text.find(CLOSE)
         if end < 0:
-            end = len(text) - _begun_at_end(text)
+            tag = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
+            may_be_tag = tag >= 0 and CLOSE.startswith(text[tag:])  # the beginning of the second tag stands at the end
+            end = tag if may_be_tag else len(text)
             self._tag = text[end:]
             self._think(text[:end])
             return ""
@@ -114,9 +116,3 @@ class ReasoningParser:
             self._events.say(Reasoning, clear)
             self._blanks.clear()
         self._blanks.append(text[len(clear) :])
-
-
-def _begun_at_end(text: str) -> int:
-    """Return how many characters at the end of the text may be the beginning of the second tag."""
-    tag = text.rfind("<", max(0, len(text) - len(CLOSE) + 1))
-    return len(text) - tag if tag >= 0 and CLOSE.startswith(text[tag:]) else 0

@@ -17,7 +17,7 @@ import pytest
 from pdserve.cluster import processes
 from pdserve.cluster.errors import Interrupted
 from pdserve.cluster.events import PolicyChanged, PolicyFault
-from pdserve.cluster.scaling.policy import FIRST_S, ScalingPolicy, State, check_policy
+from pdserve.cluster.scaling.policy import FIRST_S, PolicyState, ScalingPolicy, check_policy
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 from pdserve.planner.limits import Targets
@@ -48,7 +48,7 @@ class Asked:
             self.policy.follow(self.now_s)
 
     def start(self) -> None:
-        self.until(lambda: self.policy._state is State.IDLE)
+        self.until(lambda: self.policy._state is PolicyState.IDLE)
 
     def ask(self) -> PolicySize:
         """Ask, and follow until there is an answer or a fault. The clock stands, so that nobody is late."""
@@ -136,10 +136,10 @@ def test_a_process_that_is_lost_comes_again_after_a_pause(asked: Callable[[str],
     for pause_s in (FIRST_S, 2 * FIRST_S):
         here.start()
         assert here.ask().workers is None
-        assert here.policy._state is State.DOWN
+        assert here.policy._state is PolicyState.DOWN
         here.now_s += pause_s - 0.01
         here.policy.follow(here.now_s)
-        assert here.policy._state is State.DOWN
+        assert here.policy._state is PolicyState.DOWN
         here.now_s += 0.01
     assert [event.fault for event in here.told] == [PolicyFault.ENDED]
 

@@ -12,7 +12,7 @@ from scaling_world import World
 
 from pdserve.cluster import processes
 from pdserve.cluster.events import PolicyChanged, PolicyFault, PoolsResized
-from pdserve.cluster.scaling.policy import State
+from pdserve.cluster.scaling.policy import PolicyState
 from pdserve.config import ClusterConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
@@ -52,7 +52,7 @@ def run(here: World, seconds: int = 60) -> None:
         here.step()
         deadline = time.monotonic() + WAIT_S
         for policy in here.actuator._planning._policies.values():
-            while policy._state is State.STARTING or (policy.is_asked and not policy._name.endswith(":hangs")):
+            while policy._state is PolicyState.STARTING or (policy.is_asked and not policy._name.endswith(":hangs")):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
                 policy.follow(here.now_s)

@@ -13,7 +13,7 @@ import pytest
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.status import TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from router.parsing.generate import Batch, GenerateCall, Refused, generate_batch
+from router.parsing.generate import GenerateCall, RefusedRequest, RequestBatch, generate_batch
 from router.parsing.parser import INLINE_BYTES
 from testkit.fake_worker import DECODE, PREFILL
 from tests.router.local_cluster import LocalCluster, cancel_request, generate_request, local_cluster, right_ids, right_text
@@ -221,10 +221,10 @@ def test_a_batch_is_bounded_by_its_requests_and_by_their_choices() -> None:
         with pytest.raises(InvalidRequest, match="requests: "):
             generate_batch(inference_pb2.GenerateBatchRequest(requests=[one] * count), **limits)
     requests = [one, generate_request(IDS, 1, n=128), generate_request(IDS, 1, n=128), generate_request(IDS, 1, n=127), one]
-    taken: Batch = generate_batch(inference_pb2.GenerateBatchRequest(requests=requests), **limits)
-    assert [type(call) for call in taken.calls] == [GenerateCall, GenerateCall, Refused, GenerateCall, Refused]
+    taken: RequestBatch = generate_batch(inference_pb2.GenerateBatchRequest(requests=requests), **limits)
+    assert [type(call) for call in taken.calls] == [GenerateCall, GenerateCall, RefusedRequest, GenerateCall, RefusedRequest]
     refused = taken.calls[2]
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRequest)
     assert refused.error.message == "n: 128 choices are more than the 127 that the batch has left of 256"
 
 

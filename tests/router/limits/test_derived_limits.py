@@ -22,7 +22,7 @@ from router.core.queue_limits import (
     MIN_QUEUED_TOKENS,
     MIN_STREAMS,
     DerivedLimits,
-    Limits,
+    PresentLimits,
     QueueLimits,
 )
 from router.service.bound_limits import WARN_S, BoundLimits
@@ -46,7 +46,7 @@ def worker(role: Role, num_blocks: int, max_num_seqs: int, max_model_len: int, n
     return hello(name, role, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
 
 
-def limits_of(workers: list[WorkerHello], **settings: Any) -> Limits:
+def limits_of(workers: list[WorkerHello], **settings: Any) -> PresentLimits:
     derived = DerivedLimits(RouterConfig(**settings))
     for one in workers:
         derived.join(one)
@@ -83,7 +83,7 @@ def test_forty_workers_get_more_than_four_and_prompts_of_any_length_may_wait() -
     assert (forty.queued_requests, forty.streams) == (40_960, 51_200)
     assert four.queued_tokens >= 32 * 131_072, "a million tokens were eight such prompts"
     assert four.index_bytes == MIN_INDEX_BYTES < forty.index_bytes
-    assert limits_of([]) == Limits(MIN_QUEUED_REQUESTS, MIN_QUEUED_TOKENS, MIN_INDEX_BYTES, MIN_STREAMS)
+    assert limits_of([]) == PresentLimits(MIN_QUEUED_REQUESTS, MIN_QUEUED_TOKENS, MIN_INDEX_BYTES, MIN_STREAMS)
 
 
 def test_a_number_in_the_settings_is_the_limit() -> None:

@@ -17,7 +17,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from pdserve.rpc.v1 import inference_pb2
 from router.api.request import ChatMessage
 from router.parsing import parser
-from router.parsing.parse import Job, Kind, Parsed, parse
+from router.parsing.parse import Job, JobKind, Parsed, parse
 from router.parsing.parser import INLINE_BYTES, RequestParser
 from testkit.footprint import footprint
 
@@ -43,7 +43,7 @@ async def parser_of(*command: str) -> AsyncIterator[RequestParser]:
         made.close()
 
 
-def job(kind: Kind, body: Any, **fields: Any) -> Job:
+def job(kind: JobKind, body: Any, **fields: Any) -> Job:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Job(kind, data, LIMIT, **fields)
 
@@ -58,38 +58,38 @@ def without_id(parsed: Any) -> str:
 
 
 GOOD = [
-    job(Kind.COMPLETION, {"prompt": [[1, 2], [3]], "user": PAD, "logit_bias": {"1": 2.5}, "stop": ["a"]}, header_id="h"),
-    job(Kind.COMPLETION, {"prompt": "é" * INLINE_BYTES}),
-    job(Kind.CHAT, {"messages": [{"role": "user", "content": PAD}], "stream": True}),
-    Job(Kind.GENERATE, generate(tokens=inference_pb2.TokenPrompt(ids=range(LIMIT))), LIMIT, max_deadline_s=60.0),
-    Job(Kind.GENERATE, generate(text="hello"), LIMIT, call_remaining_s=5.0, max_deadline_s=60.0),
-    Job(Kind.TOKENIZE, inference_pb2.TokenizeRequest(text=PAD * 2).SerializeToString(), LIMIT),
+    job(JobKind.COMPLETION, {"prompt": [[1, 2], [3]], "user": PAD, "logit_bias": {"1": 2.5}, "stop": ["a"]}, header_id="h"),
+    job(JobKind.COMPLETION, {"prompt": "é" * INLINE_BYTES}),
+    job(JobKind.CHAT, {"messages": [{"role": "user", "content": PAD}], "stream": True}),
+    Job(JobKind.GENERATE, generate(tokens=inference_pb2.TokenPrompt(ids=range(LIMIT))), LIMIT, max_deadline_s=60.0),
+    Job(JobKind.GENERATE, generate(text="hello"), LIMIT, call_remaining_s=5.0, max_deadline_s=60.0),
+    Job(JobKind.TOKENIZE, inference_pb2.TokenizeRequest(text=PAD * 2).SerializeToString(), LIMIT),
 ]
 BAD = {
-    "no JSON": (job(Kind.COMPLETION, b"{" * 70_000), "body"),
-    "too many ids": (job(Kind.COMPLETION, {"prompt": [1] * 50_000}), "prompt"),
-    "too many ids in one of several": (job(Kind.COMPLETION, {"prompt": [[1], [1] * 50_000]}), "prompt[1]"),
-    "too many stop strings": (job(Kind.COMPLETION, {"prompt": "p", "stop": [""] * 50_000}), "stop"),
-    "too many stop ids": (job(Kind.COMPLETION, {"prompt": "p", "stop_token_ids": [1] * 50_000}), "stop_token_ids"),
+    "no JSON": (job(JobKind.COMPLETION, b"{" * 70_000), "body"),
+    "too many ids": (job(JobKind.COMPLETION, {"prompt": [1] * 50_000}), "prompt"),
+    "too many ids in one of several": (job(JobKind.COMPLETION, {"prompt": [[1], [1] * 50_000]}), "prompt[1]"),
+    "too many stop strings": (job(JobKind.COMPLETION, {"prompt": "p", "stop": [""] * 50_000}), "stop"),
+    "too many stop ids": (job(JobKind.COMPLETION, {"prompt": "p", "stop_token_ids": [1] * 50_000}), "stop_token_ids"),
     "too many parts": (
-        job(Kind.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]}),
+        job(JobKind.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]}),
         "messages[0].content",
     ),
-    "too many ids over gRPC": (Job(Kind.GENERATE, generate(tokens={"ids": [1] * 50_000}), LIMIT), "prompt"),
-    "too many messages over gRPC": (Job(Kind.GENERATE, generate(chat={"messages": [{}] * 5000}), LIMIT), "messages"),
+    "too many ids over gRPC": (Job(JobKind.GENERATE, generate(tokens={"ids": [1] * 50_000}), LIMIT), "prompt"),
+    "too many messages over gRPC": (Job(JobKind.GENERATE, generate(chat={"messages": [{}] * 5000}), LIMIT), "messages"),
     "too many stops over gRPC": (
-        Job(Kind.GENERATE, generate(text="p", sampling={"stop": [""] * 50_000}), LIMIT),
+        Job(JobKind.GENERATE, generate(text="p", sampling={"stop": [""] * 50_000}), LIMIT),
         "stop",
     ),
     "too many stop ids over gRPC": (
-        Job(Kind.GENERATE, generate(text="p", sampling={"stop_token_ids": [1] * 50_000}), LIMIT),
+        Job(JobKind.GENERATE, generate(text="p", sampling={"stop_token_ids": [1] * 50_000}), LIMIT),
         "stop_token_ids",
     ),
     "too many biases over gRPC": (
-        Job(Kind.GENERATE, generate(text="p", sampling={"logit_bias": dict.fromkeys(range(301), 1.0)}), LIMIT),
+        Job(JobKind.GENERATE, generate(text="p", sampling={"logit_bias": dict.fromkeys(range(301), 1.0)}), LIMIT),
         "logit_bias",
     ),
-    "no message": (Job(Kind.GENERATE, b"\xff" * 50_000, LIMIT), "request"),
+    "no message": (Job(JobKind.GENERATE, b"\xff" * 50_000, LIMIT), "request"),
 }
 
 
@@ -112,7 +112,7 @@ def test_what_the_child_reads_is_what_the_loop_would_have_read() -> None:
 def test_small_requests_start_no_process() -> None:
     async def story() -> None:
         async with parser_of() as made:
-            await made.parse(job(Kind.CHAT, {"messages": [{"role": "user", "content": "hi"}]}))
+            await made.parse(job(JobKind.CHAT, {"messages": [{"role": "user", "content": "hi"}]}))
             assert made.child_pid is None
             parsed: Parsed = await made.parse(GOOD[2])
             assert parsed.inputs[0].prompt == (ChatMessage("user", PAD),)  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ def test_what_a_body_took_is_given_back() -> None:
             lists = b'{"prompt":[' + b"[]," * ((8 << 20) // 3 - 16) + b"[]]}"
             for _ in range(2):
                 with pytest.raises(InvalidRequest, match="prompt: holds 2796187 prompts"):
-                    await made.parse(Job(Kind.COMPLETION, lists, LIMIT))
+                    await made.parse(Job(JobKind.COMPLETION, lists, LIMIT))
             assert footprint(made.child_pid or 0).rss_bytes < 150 << 20
 
     run(story())
@@ -175,7 +175,7 @@ def test_a_body_that_would_take_all_memory_is_refused() -> None:
             # A process for no bytes at all: what there is, is for Python itself.
             made._child._command = (*made._child._command[:-1], "0")
             with pytest.raises(InvalidRequest, match="body: takes too much memory"):
-                await made.parse(Job(Kind.COMPLETION, b'{"prompt":[' + b"[]," * (24 << 20) + b"[]]}", LIMIT))
+                await made.parse(Job(JobKind.COMPLETION, b'{"prompt":[' + b"[]," * (24 << 20) + b"[]]}", LIMIT))
             assert await made.parse(GOOD[0])
 
     run(story())

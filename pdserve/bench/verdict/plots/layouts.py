@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.bench.search.result import Point
 from pdserve.bench.verdict.data import CandidateData
 from pdserve.bench.verdict.plots.chart import Material, colour, label, marker, short, shown
 from pdserve.bench.verdict.plots.theme import Theme
@@ -50,16 +49,11 @@ def _draw_attainment(axes: Axes, rows: list[CandidateData], material: Material, 
     rate = verdict.chosen.goodput.value if verdict.chosen else None
     rate = rate or next((one.rate_per_s for one in valid), 0.0)
     for place, one in enumerate(rows):
-        point = _near(of_layout(valid, one.layout), rate)
-        if point is None:
+        point = nearest(of_layout(valid, one.layout), rate)
+        if point is None or not rate / SAME_RATE <= point.rate_per_s <= rate * SAME_RATE:
             continue
         ink = colour(one.layout, theme)
         axes.plot([100 * point.low, 100 * point.high], [place, place], color=ink, linewidth=2.4, alpha=0.6)
         axes.plot([100 * point.attainment], [place], marker(one.layout), color=ink, markersize=6, clip_on=False)
     axes.axvline(100 * material.result.attainment, color=theme.ink, linestyle="--", linewidth=1)
     axes.set(xlim=(-3, 103), xlabel="requests within both targets, %", title=f"Attainment near {number(rate)} requests/s")
-
-
-def _near(points: list[Point], rate: float) -> Point | None:
-    found = nearest(points, rate)
-    return found if found is not None and rate / SAME_RATE <= found.rate_per_s <= rate * SAME_RATE else None

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from pdserve.core.roofline.utilisation import START
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from router.core.outliers import COMPARED, SLOW, TOO_SLOW, Pace, pace_of, slowness
+from router.core.outliers import COMPARED, SLOW, TOO_SLOW, WorkerPace, pace_of, slowness
 
 from ...core_peers import Stage, hello
 from .sick import compute, flops, out, peer_of, step_s
@@ -41,7 +41,7 @@ def after(work: Work, times: float = 1.0, fixed_s: float = 0.0) -> WorkerLoad:
     )
 
 
-def pace(work: Work, times: float = 1.0, **changes: object) -> Pace:
+def pace(work: Work, times: float = 1.0, **changes: object) -> WorkerPace:
     found = pace_of(replace(PREFILL, **changes), START, after(work, times))  # type: ignore[arg-type]
     assert found is not None
     return found
@@ -54,7 +54,7 @@ def test_no_work_makes_a_worker_look_too_slow_whatever_steps_cost(pool: list[Wor
     for work in pool:
         counts = [sum(part) for part in zip(*[(n, n * x, n * x * (1 + c / 32_000)) for n, x, c in work], strict=True)]
         busy_s = sum(cost * count for cost, count in zip(costs, counts, strict=True))
-        paces.append(Pace((*(busy_s / count for count in counts), busy_s / counts[1]), (0.0, 0.0)))
+        paces.append(WorkerPace((*(busy_s / count for count in counts), busy_s / counts[1]), (0.0, 0.0)))
     assert max(slowness(paces)) <= 3.001 < TOO_SLOW
 
 
