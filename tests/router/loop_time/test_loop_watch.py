@@ -52,18 +52,22 @@ def calls(count: int) -> dict[str, Any]:
 
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-HOSTILE: Final[dict[str, list[tuple[str, dict[str, Any]]]]] = {
-    "256 prompts": [(COMPLETIONS, {"prompt": [words(1500, i) for i in range(256)], "max_tokens": 1})],
-    "4,096 empty messages": [(CHATS, {"messages": [{"role": "user", "content": ""}] * 4096, "max_tokens": 1})],
-    "a history of 2,000 calls": [(CHATS, {"messages": [*chat()["messages"], *[calls(8)] * 250], "max_tokens": 1})],
-    "n=128 with log-probabilities": [(CHATS, chat(n=128, max_tokens=8, logprobs=True, top_logprobs=20))],
-    "a long answer with log-probabilities": [(CHATS, chat(max_tokens=500, logprobs=True, top_logprobs=20))],
-    "n=64 with 128 strict tools": [(CHATS, chat(n=64, max_tokens=1, tools=tools(128, strict=True)))],
-    "the ids and spellings of a long text": [("/tokenize", {"prompt": words(400_000), "return_token_strs": True})],
-    "30 long prompts": [(COMPLETIONS, {"prompt": words(20_000, i), "max_tokens": 1}) for i in range(30)],
-    "1,500 fields that are ignored": [(CHATS, chat(**{f"x{i}": [1] for i in range(1500)}))],
-    "metrics": [("/metrics", {})],
-}
+
+
+def hostile() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """Return the calls by what they are. They are made when they are sent, since they take a second to make."""
+    return {
+        "256 prompts": [(COMPLETIONS, {"prompt": [words(1500, i) for i in range(256)], "max_tokens": 1})],
+        "4,096 empty messages": [(CHATS, {"messages": [{"role": "user", "content": ""}] * 4096, "max_tokens": 1})],
+        "a history of 2,000 calls": [(CHATS, {"messages": [*chat()["messages"], *[calls(8)] * 250], "max_tokens": 1})],
+        "n=128 with log-probabilities": [(CHATS, chat(n=128, max_tokens=8, logprobs=True, top_logprobs=20))],
+        "a long answer with log-probabilities": [(CHATS, chat(max_tokens=500, logprobs=True, top_logprobs=20))],
+        "n=64 with 128 strict tools": [(CHATS, chat(n=64, max_tokens=1, tools=tools(128, strict=True)))],
+        "the ids and spellings of a long text": [("/tokenize", {"prompt": words(400_000), "return_token_strs": True})],
+        "30 long prompts": [(COMPLETIONS, {"prompt": words(20_000, i), "max_tokens": 1}) for i in range(30)],
+        "1,500 fields that are ignored": [(CHATS, chat(**{f"x{i}": [1] for i in range(1500)}))],
+        "metrics": [("/metrics", {})],
+    }
 
 
 async def status_of(port: int, path: str, body: dict[str, Any]) -> int:
@@ -88,7 +92,7 @@ def test_no_call_holds_the_loop_while_others_wait_for_their_tokens() -> None:
         async with local_cluster(model=model, worker=lambda: pools, tool_call_parser="hermes") as cluster:
             server = await serve_http(cluster.service, cluster.parser, HOST, 0)
             held: dict[str, tuple[float, str]] = {}
-            for name, asked in HOSTILE.items():
+            for name, asked in hostile().items():
                 with watched_loop() as watch:
                     statuses = await asyncio.gather(*(status_of(server.port, *one) for one in asked))
                 assert set(statuses) == {200}, (name, statuses)
