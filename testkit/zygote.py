@@ -137,7 +137,7 @@ def _serve() -> list[str] | None:
     """Fork for each question. Return in each forked process, with its arguments, and None in the zygote when nobody can ask any
     more."""
     control = socket.socket(fileno=0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell lets what it runs in the background ignore it
     while True:
         asked, streams, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
         if not asked:
@@ -151,6 +151,7 @@ def _serve() -> list[str] | None:
                 os.write(tell, str(pid).encode())
                 os._exit(0)
             control.detach()
+            signal.signal(signal.SIGINT, interrupt)
             return _become(*json.loads(asked), streams=streams)
         os.waitpid(between, 0)
         control.send(os.read(told, MESSAGE_BYTES))
@@ -164,7 +165,6 @@ def _become(*asked: object, streams: Sequence[int]) -> list[str]:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.closerange(len(streams), os.sysconf("SC_OPEN_MAX"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [name for name in os.environ if name.startswith(FREE) and name not in free]:
         del os.environ[name]
     os.environ.update(free)
