@@ -21,8 +21,16 @@ MODULE = "surroundings"
 Starts = Callable[..., Forked]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def heeded() -> Iterator[None]:
+    """Children take SIGINT, although a shell lets what it runs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
-def zygote() -> Zygote:
+def zygote(heeded: None) -> Zygote:
     return Zygote()
 
 
