@@ -35,6 +35,8 @@ MODULES: Final = ("torch", "prefill_worker.main", "decode_worker.main", "router.
 FREE: Final = ("PDSERVE_TESTING_", "PYTEST_")
 MESSAGE_BYTES: Final = 1 << 16
 PR_SET_CHILD_SUBREAPER: Final = 36
+ANSWER_TIMEOUT_S: Final = 120.0
+"""A fork takes milliseconds. The first one waits for the imports, which take 2 s of CPU time on a core that others may use."""
 
 _asking = threading.Lock()
 
@@ -121,6 +123,7 @@ class Zygote:
 
 def _start(env: Mapping[str, str]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(ANSWER_TIMEOUT_S)
     with theirs:
         command = [sys.executable, "-m", "testkit.zygote"]
         process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=env)
