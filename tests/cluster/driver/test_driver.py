@@ -27,10 +27,10 @@ CHILD = """
 import os, sys, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from pdserve.cluster.driver.messages import Answer, Joined
+from pdserve.cluster.driver.messages import DriverAnswer, Joined
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.events import WorkerChanged, WorkerPhase
-from pdserve.cluster.member import Member, State
+from pdserve.cluster.member import Member, MemberState
 folder = Path(sys.argv[1])
 connection = Connection(int(sys.argv[2]))
 connection.recv()
@@ -47,14 +47,14 @@ while True:
     if request.method == "close":
         sys.exit()
     if request.method == "launch":
-        members = [Member(each, state=State.RUNNING, host="10.0.0.9") for each in request.arguments[0]]
+        members = [Member(each, state=MemberState.RUNNING, host="10.0.0.9") for each in request.arguments[0]]
         hosts = [each.host for each in request.arguments[0]]
         events = [WorkerChanged(hosts[0] or "nowhere", WorkerPhase.STARTING)]
     if (folder / "gone").exists():
-        members[-1].state = State.GONE
+        members[-1].state = MemberState.GONE
     while (folder / "hangs").exists():
         time.sleep(0.01)
-    connection.send(Answer(tuple(events), tuple(members)))
+    connection.send(DriverAnswer(tuple(events), tuple(members)))
     events = []
 """
 
