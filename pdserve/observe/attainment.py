@@ -32,16 +32,17 @@ class Attainment:
 
     def finished(self, record: RequestRecord, now_s: float) -> None:
         """Count one ended request. A request that was shed has also ended."""
-        one = self._of(record.slo_class, now_s)
+        report = record.report
+        one = self._of(report.slo_class, now_s)
         if record.refusal:
             one.shed += 1
         if record.counts:
             one.requests += 1
             one.good += record.good
-            one.ttft_met += record.ttft_met is True
-            one.ttft_missed += record.ttft_met is False
-            one.tpot_met += record.tpot_met is True
-            one.tpot_missed += record.tpot_met is False
+            one.ttft_met += report.ttft_met is True
+            one.ttft_missed += report.ttft_met is False
+            one.tpot_met += report.tpot_met is True
+            one.tpot_missed += report.tpot_met is False
 
     def refused(self, slo_class: str, now_s: float) -> None:
         """Count one request that was refused at submit."""

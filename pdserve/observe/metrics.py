@@ -60,28 +60,29 @@ class Metrics:
 
     def finished(self, record: RequestRecord) -> None:
         """Count one finished request."""
+        report = record.report
         self._requests.labels(record.outcome).inc()
         self.slo.finished(record)
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._output_tokens.inc(record.output_tokens)
-        for reason in record.retry_reasons:
+        self._prompt_tokens.inc(report.prompt_tokens)
+        self._output_tokens.inc(report.output_tokens)
+        for reason in report.retry_reasons:
             self._retries.labels(reason).inc()
-        self._rebinds.inc(record.rebinds)
-        self._migrations.inc(record.migrations)
-        if record.placement_reason:
-            self._placements.labels(record.placement, record.placement_reason).inc()
-            self._extra_binds.inc(max(0, record.binds - 1))
-            self._queue.observe(record.queue_s)
-        if record.output_tokens > 0:
-            self._ttft.observe(record.ttft_s)
-        if record.output_tokens > 1:
-            self._tpot.observe(record.tpot_s)
+        self._rebinds.inc(report.rebinds)
+        self._migrations.inc(report.migrations)
+        if report.placement_reason:
+            self._placements.labels(report.placement.value, report.placement_reason).inc()
+            self._extra_binds.inc(max(0, report.binds - 1))
+            self._queue.observe(report.queue_s)
+        if report.output_tokens > 0:
+            self._ttft.observe(report.ttft_s)
+        if report.output_tokens > 1:
+            self._tpot.observe(report.tpot_s)
         if not record.message:
-            self._total.observe(record.total_s)
-        if record.kv_bytes > 0:
-            self._kv_bytes.inc(record.kv_bytes)
-            self._transfer.observe(record.transfer_s)
-            self._exposed.observe(record.exposed_transfer_s)
+            self._total.observe(report.total_s)
+        if report.kv_bytes > 0:
+            self._kv_bytes.inc(report.kv_bytes)
+            self._transfer.observe(report.transfer_s)
+            self._exposed.observe(report.exposed_transfer_s)
 
     def rejected(self, reason: str) -> None:
         """Count one request that was refused at submit. `reason` is an error code."""

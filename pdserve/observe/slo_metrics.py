@@ -45,14 +45,15 @@ class SloMetrics:
 
     def finished(self, record: RequestRecord) -> None:
         """Count one ended request."""
-        if record.predicted_ttft_s and record.output_tokens and record.attempts == 1:
-            self._prediction_error.labels(record.slo_class).observe(record.ttft_s - record.predicted_ttft_s)
+        report = record.report
+        if report.predicted_ttft_s and report.output_tokens and report.attempts == 1:
+            self._prediction_error.labels(report.slo_class).observe(report.ttft_s - report.predicted_ttft_s)
         if record.refusal:
-            self._refused.labels(record.slo_class, record.refusal).inc()
+            self._refused.labels(report.slo_class, record.refusal).inc()
         if record.counts:
-            self._requests.labels(record.slo_class, _WORDS[record.ttft_met], _WORDS[record.tpot_met]).inc()
+            self._requests.labels(report.slo_class, _WORDS[report.ttft_met], _WORDS[report.tpot_met]).inc()
             if record.good:
-                self._good.labels(record.slo_class).inc()
+                self._good.labels(report.slo_class).inc()
 
     def refused(self, slo_class: str, reason: str) -> None:
         """Count one request that was refused at submit."""

@@ -6,13 +6,14 @@ Both are immutable structs of msgspec, because a frozen dataclass takes six time
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from pdserve.core.errors import Cancelled, InternalBug
 from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.report import Report
+from pdserve.core.sampling import FinishReason
 
 
 class CallDelta(msgspec.Struct, frozen=True):
@@ -44,48 +45,6 @@ class Delta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     """What stopped the output, in the last delta, as in vLLM: the stop string, or the id of the stop token that the client
     named. None: the model's own end token, a grammar or the length."""
-
-
-class Report(msgspec.Struct, frozen=True):
-    """An account of how a request was served. RequestReport in inference.proto explains each field."""
-
-    placement: Placement
-    placement_reason: str
-    prompt_tokens: int
-    output_tokens: int
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    queue_s: float = 0.0
-    reserve_s: float = 0.0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    total_s: float = 0.0
-    kv_bytes: int = 0
-    transfer_s: float = 0.0
-    commit_s: float = 0.0
-    exposed_transfer_s: float = 0.0
-    attempts: int = 1
-    binds: int = 1
-    prefill_start_s: float = 0.0
-    prefill_end_s: float = 0.0
-    kv_committed_s: float = 0.0
-    first_decode_s: float = 0.0
-    retry_reasons: tuple[str, ...] = ()  # the error codes that made each attempt after the first necessary
-    rebinds: int = 0
-    migrations: int = 0  # how often it left a decode worker that was to be empty
-    request_id: str = ""
-    correlation_id: str = ""
-    exact: bool = True
-    predicted_ttft_s: float = 0.0
-    slo_class: str = ""
-    ttft_met: bool | None = None
-    tpot_met: bool | None = None
-    cached_tokens: int | None = None  # None: nobody has told
-
-    def values(self) -> dict[str, Any]:
-        """Return the fields by name. `dataclasses.asdict` would copy deeply, which takes 30 us once or twice a request."""
-        return msgspec.structs.asdict(self)
 
 
 class Generation(Protocol):

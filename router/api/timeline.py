@@ -8,7 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.core.errors import InternalBug
-from router.api.answer import Generation, Report
+from pdserve.core.report import Report
+from router.api.answer import Generation
 
 _ENCODER: Final = msgspec.json.Encoder()
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from pdserve.core.errors import DeadlineExceeded, Overloaded, PdserveError
+from pdserve.core.report import Report
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role
-from router.api.answer import Report
 from router.core.live_request import LiveRequest, Times
 from router.core.request_machine import RequestState
 

@@ -18,11 +18,12 @@ from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 
 LinkId = NewType("LinkId", int)
 """One connection of one worker. A router never uses an id twice."""

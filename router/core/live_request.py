@@ -12,11 +12,12 @@ import msgspec
 from pdserve.core.errors import ErrorCode, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
 from pdserve.core.logprobs import unpack_logprobs
+from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.core.events import KvCommitted, LinkId, PrefillStarted, Row, Submit, Work
 from router.core.request_machine import RequestMachine, RequestState
 from router.core.story import RequestStory

@@ -9,9 +9,10 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.report import Report
 from pdserve.rpc.codec import finish_to_wire
 from pdserve.rpc.v1 import inference_pb2
-from router.api.answer import Delta, Generation, Report
+from router.api.answer import Delta, Generation
 from router.api.choices import choice_ids, first_id, likeliest, submit_choices
 from router.api.router_api import RouterApi
 from router.api.timeline import report_of

@@ -8,10 +8,11 @@ import msgspec
 
 from pdserve.core.error_table import retry_after_s
 from pdserve.core.errors import PdserveError
+from pdserve.core.report import Report
 from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2
-from router.api.answer import Delta, Generation, Report
+from router.api.answer import Delta, Generation
 
 _COUNTS: Final = ("prompt_tokens", "output_tokens", "cached_tokens")
 """The fields of a report that stand in `Usage`."""

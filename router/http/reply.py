@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import PdserveError
+from pdserve.core.report import Report
 from pdserve.rpc.status import CORRELATION_ID_METADATA, IGNORED_FIELDS_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
-from router.api.answer import Report
 from router.api.identity import new_request_id
 from router.api.timeline import report_json, timeline
 from router.http.exchange import Exchange, Headers

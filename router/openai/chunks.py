@@ -14,8 +14,8 @@ from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple
 
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason
-from router.api.answer import Report
 from router.api.timeline import report_json, timeline
 from router.openai.errors import encode_json
 from router.openai.request import Call

@@ -10,8 +10,9 @@ from typing import Final
 import msgspec
 
 from pdserve.core.errors import Cancelled, InternalBug, PdserveError
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, SamplingParams
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 
 DELTA_BYTES: Final = 320  # of a delta with its text and one id, as CPython 3.11 counts
 LISTED_BYTES: Final = 112  # of a likeliest token: a tuple of two, a float, an int and the reference

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from pdserve.core.errors import Cancelled
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason
 from pdserve.text.calls.events import CallArguments, CallBegin, Content, Event, EventParser, Reasoning
 from pdserve.text.calls.marks import MarkInserter
-from router.api.answer import CallDelta, Delta, Generation, Report
+from router.api.answer import CallDelta, Delta, Generation
 
 
 class ParsedGeneration:

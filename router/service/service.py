@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RouterStopping
+from pdserve.core.errors import Cancelled, InternalBug, Overloaded, PdserveError, RouterStopping
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.metrics_pages import MetricsPages
+from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
 from router.api.client_names import ClientNames
@@ -45,7 +46,6 @@ from router.service.loop_time.loop_budget import LoopBudget
 from router.service.model import ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
-from router.service.record import record_of
 from router.service.snapshots import cluster_snapshot, worker_snapshot
 from router.workers.link import Links, LinkService
 from router.workers.wire import Heard, WorkExplained, command_to_wire, welcome
@@ -417,7 +417,10 @@ class RouterService:
     def _ended(self, request_id: RequestId, effect: ev.EmitDone | ev.EmitFailed, error: PdserveError | None) -> None:
         generation = self._live.pop(request_id)
         generation.end(effect.report, error)
-        record = record_of(request_id, effect.report, error or generation.finish_reason)
+        end = error or generation.finish_reason
+        if end is None:
+            raise InternalBug(f"request {request_id} is done without a finish reason")
+        record = RequestRecord.of(effect.report, end)
         self._metrics.finished(record)
         self._attainment.finished(record, self._clock())
         logger.info("%s", record.line())

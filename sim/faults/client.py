@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pdserve.core.errors import Cancelled, PdserveError, ReplicaLost
+from pdserve.core.report import Report
 from pdserve.core.sampling import SEED_LIMIT, Placement, SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.api.request import GenerateInput
 from sim.faults.oracle import COSTLY, MAX_MODEL_LEN, VOCAB_SIZE
 from sim.faults.router import SimRouter

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pdserve.config import RouterConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
+from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import BUILT_IN, SloClass
 from pdserve.core.worker import Role
-from router.api.answer import Report
 from router.core import events as ev
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of

@@ -13,11 +13,11 @@ from typing import Final, Protocol
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId, WorkerId
+from pdserve.core.report import Report
 from pdserve.core.worker import Role
 from pdserve.planner.limits import Limits, PoolSizes
 from pdserve.planner.observations import Observations
 from pdserve.planner.resizing import Cancel, Flip, Start, Step, steps_of
-from router.api.answer import Report
 from router.core import events as ev
 from sim.perf.cluster import ClusterSpec, PerfCluster
 from sim.perf.members import Happening, MemberPhase, PerfMember, for_steps

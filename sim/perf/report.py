@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pdserve.core.report import Report
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import PoolSizes
 from pdserve.planner.observations import Observations
-from router.api.answer import Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,19 @@ from bench.service.server_side import (
     seen,
     totals,
 )
+from pdserve.core.report import Report
+from pdserve.core.sampling import Placement
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot
 
-RECORD = RequestRecord(
-    request_id="r", outcome="length", placement="disaggregated", placement_reason="default", prefill_worker="p",
+REPORT = Report(
+    request_id="r", placement=Placement.DISAGGREGATED, placement_reason="default", prefill_worker="p",
     decode_worker="d", prompt_tokens=256, output_tokens=64, queue_s=0.0, ttft_s=0.5, tpot_s=0.01, total_s=1.13, kv_bytes=0,
     transfer_s=0.0, exposed_transfer_s=0.0, attempts=1, binds=1,
 )  # fmt: skip
-SLOW = msgspec.structs.replace(RECORD, ttft_s=1.5, tpot_s=0.03, total_s=3.39)
+RECORD = RequestRecord(REPORT, "length")
+SLOW = RequestRecord(msgspec.structs.replace(REPORT, ttft_s=1.5, tpot_s=0.03, total_s=3.39), "length")
 IDLE = CpuTime(1.0, 0.25)
 
 
@@ -73,7 +76,7 @@ def test_a_turn_fails_when_the_server_answered_other_requests_than_the_tool_s(en
 
 def test_a_request_of_one_token_has_no_tpot_and_fails_the_turn():
     """The means would be of different requests otherwise."""
-    cut = msgspec.structs.replace(RECORD, output_tokens=1)
+    cut = RequestRecord(msgspec.structs.replace(REPORT, output_tokens=1), "length")
     with pytest.raises(TurnFailed, match="counted TPOT of 1 requests and not of 2"):
         seen(counted(), counted(RECORD, cut), requests=2)
 

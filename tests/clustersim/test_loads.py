@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from bench.planner_loads import judged_with, read_references, reference_record
 from pdserve.core.errors import ConfigError
+from pdserve.core.report import Report
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes
 from pdserve.planner.observations import Observations
-from router.api.answer import Report
 from sim.perf.controllers import ScheduleController
 from sim.perf.days import Day
 from sim.perf.judge import WINDOW_REQUESTS, Below, Judged, below, compared, judge

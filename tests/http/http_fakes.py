@@ -13,8 +13,9 @@ from starlette.applications import Starlette
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.api.client_names import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo

@@ -15,8 +15,9 @@ from raw_http import post
 from uvicorn.server import ServerState
 
 from pdserve.core.errors import Cancelled, Unavailable
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.http import build_app
 from router.http.connections import ConnectionTable

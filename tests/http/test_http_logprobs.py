@@ -13,8 +13,9 @@ from raw_http import asgi_post
 
 import router.http.answer
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.openai.logprobs import LogprobsFormat, logprobs_format
 from router.service.buffered_generation import BufferedGeneration

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.report import Report
 from pdserve.core.roofline.expert_load import ExpertLoad, HotExpert
+from pdserve.core.sampling import Placement
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
@@ -25,17 +28,24 @@ from pdserve.observe.snapshot import (
     WorkerSnapshot,
 )
 
-RECORD = RequestRecord(
-    request_id="r", outcome="stop", placement="disaggregated", placement_reason="default", prefill_worker="p",
+REPORT = Report(
+    request_id="r", placement=Placement.DISAGGREGATED, placement_reason="default", prefill_worker="p",
     decode_worker="d", prompt_tokens=3, output_tokens=2, queue_s=0.1, ttft_s=0.2, tpot_s=0.01, total_s=0.3, kv_bytes=0,
     transfer_s=0.0, exposed_transfer_s=0.0, attempts=1, binds=1,
 )  # fmt: skip
+RECORD = RequestRecord(REPORT, "stop")
 HELLO = WorkerHello(
     WorkerId("d"), Role.DECODE, Incarnation(1), "h:1", "model", 16, 10, 64, 4, "bfloat16", 8, link_version=1, peer_version=2
 )
 LOAD = WorkerLoad(BlockCounts(10, 4, 1, 3, 0), running_sequences=2, leases_held=1, engine_stalled_s=7.5, numerical_errors=3)
 WORKER = WorkerSnapshot(HELLO, LOAD, 0.1, 3, draining=True, not_ready_reason="it drains")
 EMPTY = ClusterSnapshot(1, 0, 0, ())
+
+
+def changed(record: RequestRecord, outcome: str = "", message: str = "", refusal: str = "", **fields: Any) -> RequestRecord:
+    """Return a record with other fields of its report, and perhaps another end."""
+    report = msgspec.structs.replace(record.report, **fields)
+    return RequestRecord(report, outcome or record.outcome, message or record.message, refusal or record.refusal)
 
 
 def values(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
@@ -49,18 +59,18 @@ def test_retries_are_counted_by_reason_and_rebinds_apart() -> None:
     metrics = Metrics(lambda: EMPTY)
     metrics.finished(RECORD)
     assert values(metrics, "pdserve_retries_total") == {}
-    metrics.finished(msgspec.structs.replace(RECORD, attempts=3, retry_reasons=("replica_lost", "lease_gone"), rebinds=2))
-    metrics.finished(msgspec.structs.replace(RECORD, attempts=2, retry_reasons=("replica_lost",)))
+    metrics.finished(changed(RECORD, attempts=3, retry_reasons=("replica_lost", "lease_gone"), rebinds=2))
+    metrics.finished(changed(RECORD, attempts=2, retry_reasons=("replica_lost",)))
     assert values(metrics, "pdserve_retries_total") == {("replica_lost",): 2.0, ("lease_gone",): 1.0}
     assert values(metrics, "pdserve_rebinds_total") == {(): 2.0}
 
 
 def test_the_error_of_predictions_is_counted_by_class_for_requests_of_one_attempt() -> None:
     metrics = Metrics(lambda: EMPTY)
-    foreseen = msgspec.structs.replace(RECORD, slo_class="chat", ttft_s=0.2, predicted_ttft_s=0.16)
+    foreseen = changed(RECORD, slo_class="chat", ttft_s=0.2, predicted_ttft_s=0.16)
     metrics.finished(foreseen)
     for other in ({"predicted_ttft_s": 0.0}, {"attempts": 2}, {"output_tokens": 0}):
-        metrics.finished(msgspec.structs.replace(foreseen, **other))
+        metrics.finished(changed(foreseen, **other))
     counts = values(metrics, "pdserve_ttft_prediction_error_seconds_bucket")
     assert {le: count for (le, _), count in counts.items() if count} == {
         "0.05": 1.0, "0.1": 1.0, "0.25": 1.0, "0.5": 1.0, "1.0": 1.0, "2.5": 1.0, "+Inf": 1.0

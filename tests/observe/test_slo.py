@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_metrics import EMPTY, RECORD, values
+from test_metrics import EMPTY, RECORD, changed, values
 
 from pdserve.observe.attainment import BUCKET_S, BUCKETS, WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.record import RequestRecord
 
-MET = msgspec.structs.replace(RECORD, slo_class="chat", ttft_met=True, tpot_met=True)
-LATE = msgspec.structs.replace(MET, ttft_met=False)
-FAILED = msgspec.structs.replace(MET, outcome="overloaded", message="full", ttft_met=False, tpot_met=False, refusal="shed")
-LEFT = msgspec.structs.replace(MET, outcome="cancelled", message="gone")
-LEFT_LATE = msgspec.structs.replace(LEFT, ttft_met=False, tpot_met=None)
-FREE = msgspec.structs.replace(RECORD, slo_class="default")
-BROKEN = msgspec.structs.replace(FREE, outcome="replica_lost", message="lost")
+MET = changed(RECORD, slo_class="chat", ttft_met=True, tpot_met=True)
+LATE = changed(MET, ttft_met=False)
+FAILED = changed(MET, outcome="overloaded", message="full", ttft_met=False, tpot_met=False, refusal="shed")
+LEFT = changed(MET, outcome="cancelled", message="gone")
+LEFT_LATE = changed(LEFT, ttft_met=False, tpot_met=None)
+FREE = changed(RECORD, slo_class="default")
+BROKEN = changed(FREE, outcome="replica_lost", message="lost")
 
 
 def test_goodput_counts_finished_requests_that_missed_nothing() -> None:
@@ -45,7 +44,7 @@ def test_a_client_that_left_counts_only_if_it_had_waited_too_long(record: Reques
     attainment.finished(record, 0.0)
     (one,) = attainment.classes(0.0)
     assert (one.slo_class, one.requests, one.good, one.shed) == ("chat", counts, good, record is FAILED)
-    assert (one.ttft_met, one.ttft_missed) == (counts and record.ttft_met, counts and not record.ttft_met)
+    assert (one.ttft_met, one.ttft_missed) == (counts and record.report.ttft_met, counts and not record.report.ttft_met)
 
 
 @settings(deadline=None)
@@ -56,10 +55,10 @@ def test_the_window_holds_the_last_minutes_and_no_more(steps: list[tuple[float, 
     for wait_s, record, refused in steps:
         now_s += wait_s
         if refused:
-            attainment.refused(record.slo_class, now_s)
+            attainment.refused(record.report.slo_class, now_s)
         else:
             attainment.finished(record, now_s)
-        seen.append((now_s, record.slo_class))
+        seen.append((now_s, record.report.slo_class))
         assert len(attainment._buckets) <= BUCKETS
     first_s = (now_s // BUCKET_S - BUCKETS + 1) * BUCKET_S
     for one in attainment.classes(now_s):

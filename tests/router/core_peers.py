@@ -11,12 +11,12 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from router.api.answer import Report
 from router.core import events as ev
 from router.core.router_core import RouterCore
 from router.service.policies import rankings_of

@@ -9,10 +9,11 @@ from typing import Any
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import Cancelled, CannotFlip, InternalBug, UnknownRequest, UnknownWorker
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
-from router.api.answer import Delta, Generation, Report
+from router.api.answer import Delta, Generation
 from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens

@@ -9,8 +9,9 @@ import time
 from typing import Any, Final
 
 from pdserve.core.errors import PdserveError
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason
-from router.api.answer import CallDelta, Delta, Report
+from router.api.answer import CallDelta, Delta
 from router.api.timeline import report_json
 from router.openai.errors import encode_json, error_payload
 from router.openai.responses.output import IN_PROGRESS, CallOutput, Event, MessageOutput, OutputItem, ReasoningOutput

@@ -21,10 +21,10 @@ from pdserve.core.errors import (
     Unavailable,
 )
 from pdserve.core.ids import Handle, LeaseId, RequestId
+from pdserve.core.report import Report
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import DEFAULT_CLASS, ClassDemand, SloClass
 from pdserve.core.worker import Role
-from router.api.answer import Report
 from router.core import events as ev
 from router.core.migration import FINISH_TOKENS
 

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from pdserve.core.errors import Overloaded
+from pdserve.core.report import Report
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role
-from router.api.answer import Report
 from router.core import events as ev
 
 from ..core_peers import Outcome, Stage

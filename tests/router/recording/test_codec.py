@@ -17,12 +17,13 @@ from pdserve.core.error_table import CLASSES
 from pdserve.core.errors import IllegalTransition, InvalidRequest, Overloaded, PdserveError, ReplicaLost
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.core.worker import WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.core import events as ev
 from router.recording.codec import EFFECTS, EVENTS, RecordedRow, effect_from_plain, event_from_plain, to_plain
 from router.recording.redact import Redaction, expand

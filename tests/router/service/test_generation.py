@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import Cancelled
 from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries, slow_clients
 
 LIMIT_S = 30.0

@@ -13,6 +13,7 @@ from test_call_parsers import NAMES, TEXTS, WRITERS
 from test_family_tools import FAMILIES, TOKENS, TOOLS
 
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
 from pdserve.text.calls.events import EventParser
 from pdserve.text.calls.forms import RequiredCalls
@@ -20,7 +21,7 @@ from pdserve.text.calls.output import NamedCall, OutputParser
 from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS
 from pdserve.text.chat import ChatTemplate
-from router.api.answer import Delta, Report
+from router.api.answer import Delta
 from router.api.request import ChatMessage, ChatPrompt, Tool, ToolCall
 from router.openai.request import parse_chat
 from router.openai.responses.events import ResponseWriter
