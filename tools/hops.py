@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import sys
 import threading
@@ -60,8 +61,8 @@ class Hops:
     """The calls of the router until the first command."""
     command_changes: int
     """The calls among them that came from another file than the call before."""
-    legs: tuple[tuple[str, int], ...]
-    """The files in the order in which the router enters them until the first command, each with its calls there."""
+    legs: tuple[tuple[str, tuple[str, ...]], ...]
+    """The files in the order in which the router enters them until the first command, each with the functions called there."""
     token_calls: dict[str, float]
     """The calls of a further token, by member."""
 
@@ -72,8 +73,8 @@ class Trace:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.files: set[str] = set()
-        self.way: list[str] = []
-        """The files of the router's calls until the first command."""
+        self.way: list[tuple[str, str]] = []
+        """The router's calls until the first command: file and function."""
         self.runs = False
         self._arrives = self._bound = False
         self._names: dict[CodeType, str] = {}
@@ -103,7 +104,7 @@ class Trace:
             self.calls[member] += 1
             self.files.add(name)
             if member == "router" and self._arrives:
-                self.way.append(name)
+                self.way.append((name, code.co_name))
                 self._bound = self._bound or code is WORK
                 self._arrives = not (self._bound and code is SEND)
 
@@ -200,12 +201,9 @@ def measure(times: int = 3) -> Hops:
                 ways.append(tuple(trace.way))
                 files.append(frozenset(trace.files))
     way = min(ways, key=len)
-    legs: list[tuple[str, int]] = []
-    for name in way:
-        if legs and legs[-1][0] == name:
-            legs[-1] = (name, legs[-1][1] + 1)
-        else:
-            legs.append((name, 1))
+    legs = [
+        (name, tuple(function for _, function in calls)) for name, calls in itertools.groupby(way, key=lambda call: call[0])
+    ]
     least = {count: {member: min(one[member] for one in seen) for member in MEMBERS} for count, seen in runs.items()}
     token = {member: (least[2 * TOKENS][member] - least[TOKENS][member]) / TOKENS for member in MEMBERS}
     return Hops(min(files, key=len), len(way), len(legs) - 1, tuple(legs), token)
@@ -214,8 +212,8 @@ def measure(times: int = 3) -> Hops:
 def main() -> None:
     """Print the way of a request."""
     hops = measure()
-    for name, calls in hops.legs:
-        print(f"{calls:4d}  {name}")
+    for name, functions in hops.legs:
+        print(f"{len(functions):4d}  {name}: {', '.join(functions)}")
     print(
         f"{len(hops.files)} files; until the first command {hops.command_calls} calls, {hops.command_changes} changes of file"
     )

@@ -15,7 +15,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc import codec
-from pdserve.rpc.fields import FieldCodec
+from pdserve.rpc.codec import FieldCodec
 from pdserve.rpc.v1 import common_pb2, inference_pb2, link_pb2
 from router.grpc.cluster_state import cluster_state_to_wire
 
