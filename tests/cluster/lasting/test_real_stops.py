@@ -63,7 +63,7 @@ def test_sigterm_of_up_ends_no_stream(run_command: Any) -> None:
     command = run_command(*UP, "--decode", "2", program=("-m", "pdserve.cli"), PYTHONPATH=ROOT)
     command.wait_for("ready; Ctrl-C stops it")
     http = address(command, "HTTP")
-    asks = [request([5 + n] * 30, max_tokens=600, **GREEDY) for n in range(12)]
+    asks = [request([5 + n] * 30, max_tokens=1800, **GREEDY) for n in range(12)]  # some seconds, also on a busy machine
     with Load(address(command, "gRPC"), asks) as load:
         load.until(lambda outcomes: all(len(one.answer.ids) > 5 for one in outcomes), BOUND_S)
         command.child.send_signal(signal.SIGTERM)
