@@ -10,7 +10,8 @@ from pdserve.core.sampling import Placement
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How a request was served. `RequestReport` in inference.proto explains each field. All durations are seconds.
+    """The account of how a request was served. All durations are seconds. `RequestReport` in inference.proto explains each
+    field.
 
     A frozen dataclass would take three times as long to make.
     """
