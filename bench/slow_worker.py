@@ -27,7 +27,7 @@ from sim.perf.costs import CostModel, StepWork, work_of
 
 if TYPE_CHECKING:  # only a worker's process loads torch
     from pdserve.engine.runner import ModelRunner, Pending
-    from pdserve.worker.runtime import RunningWorker
+    from pdserve.worker.process import RunningWorker
 
 SLOW: Final = "PDSERVE_BENCH_SLOW"
 """The variable with the folder. Ray's processes inherit it from `pdserve up`."""

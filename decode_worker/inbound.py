@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.api import LocalRegion
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.lease.followed import FollowedLease
-from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import BlockSource, PoolSource
-from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
-from kvtransfer.staging.staging import BlockTransfer, Staging
+from kvtransfer.lease_client import FollowedLease, LeaseClient
+from kvtransfer.pull import PrefillStalled, Pull, PullResult
+from kvtransfer.staging import BlockTransfer, Staging
+from kvtransfer.thread import BlockSource, PoolSource
+from kvtransfer.ticket import Ticket
 from pdserve.config import WorkerConfig
 from pdserve.core.block_pools import BlockTables, count_blocks
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed

@@ -17,9 +17,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from decode_worker.inbound import InboundBlocks, speaks_against_pair
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.lease.peer_link import PeerLink
-from kvtransfer.reads.pull import PullResult
+from kvtransfer.lease_client import LeaseClient, PeerLink
+from kvtransfer.pull import PullResult
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError
@@ -27,16 +26,25 @@ from pdserve.core.ids import Handle, ReaderId, SeqId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
-from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.engine.schedule.collect import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
 from pdserve.structured.compilations import Compilations
-from pdserve.worker.host import Host, KvDamage
+from pdserve.worker.host import (
+    Host,
+    KvDamage,
+    OutputStream,
+    WorkKind,
+    broken_grammar,
+    fail_foreign,
+    fail_unstarted,
+    failed,
+    no_numbers,
+    read_request,
+    refuse,
+)
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
-from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import broken_grammar, fail_foreign, fail_unstarted, failed, no_numbers, read_request, refuse
-from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
 

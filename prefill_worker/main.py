@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import WorkerConfig
 from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.runtime import RunningWorker
+from pdserve.worker.process import RunningWorker
 
 
 def start(config: WorkerConfig, progress: Progress = silent) -> RunningWorker:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from kvtransfer.lease.service import LeaseService, PeerService
-from kvtransfer.lease.ticket import Ticket
+from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError, Unavailable
@@ -27,16 +27,25 @@ from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
-from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.engine.schedule.collect import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
 from pdserve.structured.compilations import Compilations
-from pdserve.worker.host import Host, KvDamage
+from pdserve.worker.host import (
+    Host,
+    KvDamage,
+    OutputStream,
+    WorkKind,
+    broken_grammar,
+    fail_foreign,
+    fail_unstarted,
+    failed,
+    no_numbers,
+    read_request,
+    refuse,
+)
 from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
-from pdserve.worker.output import OutputStream
-from pdserve.worker.refuse import broken_grammar, fail_foreign, fail_unstarted, failed, no_numbers, read_request, refuse
-from pdserve.worker.stories import WorkKind
 
 log = logging.getLogger(__name__)
 

@@ -109,7 +109,7 @@ print(sorted(set({IMPURE!r}) & set(sys.modules)))
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
-NEEDS_NO_RAY = ("pdserve.engine.schedule.scheduler", "kvtransfer.reads.pull", "pdserve.worker.link", "pdserve.cluster.launch")
+NEEDS_NO_RAY = ("pdserve.engine.schedule.scheduler", "kvtransfer.pull", "pdserve.worker.link", "pdserve.cluster.launch")
 
 
 @pytest.mark.parametrize("package", NEEDS_NO_RAY)

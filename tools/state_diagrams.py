@@ -26,7 +26,7 @@ MACHINES: Final = {
     "Lease": "pdserve.core.lease",
     "Reader": "pdserve.core.reader",
     "Block": "pdserve.core.blocks",
-    "Sequence": "pdserve.engine.schedule.sequence_machine",
+    "Sequence": "pdserve.engine.schedule.sequence",
 }
 ROOT: Final = Path(__file__).resolve().parents[1]
 CORE: Final = "router/core"

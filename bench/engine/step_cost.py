@@ -33,11 +33,9 @@ from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.engine_steps import EngineSteps
-from pdserve.worker.engine_thread import EngineThread
-from pdserve.worker.mailbox import Mailbox
+from pdserve.worker.engine_thread import EngineSteps, EngineThread, Mailbox
 from pdserve.worker.messages import EngineSnapshot, StepEvents
-from pdserve.worker.runtime import RunningWorker
+from pdserve.worker.process import RunningWorker
 from testkit.scripted_router import ScriptedRouter
 
 BATCHES: Final = (1, 8, 64, 256)

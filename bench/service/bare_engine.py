@@ -93,7 +93,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
     from pdserve.engine.warm_up import settle
     from pdserve.worker.engine_thread import EngineThread
     from pdserve.worker.messages import StepEvents
-    from pdserve.worker.runtime import SWITCH_INTERVAL_S
+    from pdserve.worker.process import SWITCH_INTERVAL_S
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     directory = resolve(config.model)

@@ -23,7 +23,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import AddLent, ReturnLease
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -29,12 +29,11 @@ from rich.table import Table
 from bench.transfer.reads import PEER_INCARNATION, READER_INCARNATION, TIMEOUT_S, Pool, copy
 from kvtransfer.api import Region
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.lease.service import LeaseService, PeerService
-from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import PoolSource
-from kvtransfer.reads.pull import Pull, PullResult
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.pull import Pull, PullResult
+from kvtransfer.thread import PoolSource, TransferThread
+from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, SeqId, WorkerId

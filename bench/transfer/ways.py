@@ -25,7 +25,7 @@ from bench.transfer.reads import (
     make_transport,
     started_peer,
 )
-from kvtransfer.reads.reactor import POLL_MAX_S, POLL_MIN_S
+from kvtransfer.thread import POLL_MAX_S, POLL_MIN_S
 from pdserve.engine.block_sums import BlockSums
 
 FLOOR = "memcpy"

@@ -13,7 +13,7 @@ from pdserve.cluster.keeping.keeper import Keeper
 from pdserve.cluster.keeping.order import StartOrder
 from pdserve.cluster.keeping.report import NodePlace, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
-from pdserve.worker.load_progress import LoadState
+from pdserve.worker.start_report import LoadState
 
 
 class WorkerActor:

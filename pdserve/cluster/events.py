@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from pdserve.worker.load_progress import LoadState
+from pdserve.worker.start_report import LoadState
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""The interface between a worker and its role: the calls that a role gets, and the parts of the worker that it may use."""
+"""The interface between a worker and its role, and what both roles share.
+
+`HostedRole` has the calls that a role gets, and `Host` the parts of the worker that it may use. Both roles refuse and check
+commands in the same way, write the stories of their requests, and turn tokens into text. Loop thread only.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,121 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 
 from kvtransfer.api import DeviceKind, Region, TransferDevice
-from kvtransfer.reads.thread import TransferThread
-from kvtransfer.staging.staging import Staging
+from kvtransfer.staging import Staging
+from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
+from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError, Unavailable
 from pdserve.core.ids import Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
+from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.structured.constraint import FIELD
+from pdserve.observe.story import Story, StoryRing, Value
+from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
-from pdserve.rpc.v1 import link_pb2
+from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire
+from pdserve.rpc.status import to_reason
+from pdserve.rpc.story import entries_to_wire
+from pdserve.rpc.v1 import link_pb2, story_pb2
+from pdserve.rpc.v1.decode_pb2 import Bind
+from pdserve.rpc.v1.prefill_pb2 import Prefill
 from pdserve.structured.compilations import StartGrammar, no_grammars
+from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.worker.counted import CountedCommands
 from pdserve.worker.messages import Command, StepEvents
-from pdserve.worker.stories import WorkStories
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
     from torch import Tensor
 
     from pdserve.engine.kv.cache import KvCache
+
+
+class CountedCommands:
+    """The handles of one link and the sequences of one engine. The numbers of the sequences grow."""
+
+    def __init__(self) -> None:
+        self._given: deque[tuple[SeqId, Handle]] = deque()
+        self._last = Handle(0)
+
+    def give(self, seq_id: SeqId, handle: Handle) -> None:
+        """Note that the command `handle` goes to the engine as sequence `seq_id`."""
+        self._given.append((seq_id, handle))
+
+    def last_handle(self, last_seq_id: SeqId) -> Handle:
+        """Return the last command that is in the counts taken when `last_seq_id` was the newest sequence. 0: no command."""
+        while self._given and self._given[0][0] <= last_seq_id:
+            _, handle = self._given.popleft()
+            self._last = max(self._last, handle)  # a request that waited for its grammar comes after later ones
+        return self._last
+
+    def forget(self) -> None:
+        """Forget all commands, because the link has ended; the handles of the next link count from the start."""
+        self._given.clear()
+        self._last = Handle(0)
+
+
+MAX_STORIES: Final = 512
+MAX_ENTRIES: Final = 3072
+"""A story has about 6 entries with 2 fields each, so 512 stories have so many. They take about 1 MiB."""
+
+
+class WorkKind(Enum):
+    """The things that may happen to a request on a worker."""
+
+    RECEIVED = "received"
+    RESERVED = "reserved"
+    NO_ROOM = "no_room"
+    REFUSED = "refused"
+    GRANTED = "granted"
+    COMPUTED = "computed"
+    FIRST_TOKEN = "first_token"
+    ATTACHED = "attached"
+    PULLED = "pulled"
+    COMMITTED = "committed"
+    PREEMPTED = "preempted"
+    LEASE_ENDED = "lease_ended"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class WorkStories:
+    """The worker's stories of its latest requests."""
+
+    def __init__(self, clock: Callable[[], float] = _loop_time_s) -> None:
+        self._clock = clock
+        self._ring: StoryRing[Story] = StoryRing(max_stories=MAX_STORIES, max_entries=MAX_ENTRIES)
+
+    def note(self, request_id: str, kind: WorkKind, **fields: Value) -> None:
+        """Write down what has just happened to a request."""
+        story = self._ring.get(request_id)
+        if story is None:
+            story = Story()
+            self._ring.keep(request_id, story)
+        self._ring.grew(story.note(self._clock(), kind, **fields))
+
+    def answer(self, question: story_pb2.ExplainWork) -> link_pb2.WorkerMessage:
+        """Return the answer to a question of the router. It has no entries when no story of the request is kept."""
+        story = self._ring.get(question.request_id) or Story()
+        entries = entries_to_wire(story.entries, since_s=self._clock())
+        explained = story_pb2.WorkExplained(question=question.question, entries=entries, left_out=story.left_out)
+        return link_pb2.WorkerMessage(work_explained=explained)
+
 
 log = logging.getLogger(__name__)
 
@@ -154,3 +248,149 @@ def device_of(memory: Tensor) -> TransferDevice:
     """Return the device of a tensor as the transport names it."""
     kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
     return TransferDevice(kind, memory.device.index or 0)
+
+
+REFUSED_SINCE: Final = 1
+"""The first version of the link's protocol that has `Refused`. An older router would wait for ever for another answer."""
+
+
+def read_request(command: Prefill | Bind, host: Host) -> tuple[RequestSpec, tuple[int, ...]]:
+    """Return the request of a command, and the output of its earlier attempts.
+
+    Raises `InvalidRequest` for values that the model or the pool cannot take.
+    """
+    try:
+        spec, resumed = codec.spec_from_wire(command.spec), codec.unpack_ids(command.resumed_ids)
+    except ValueError as exc:
+        raise InvalidRequest(str(exc), field="prompt_ids") from exc
+    prompt = spec.prompt_ids + resumed
+    if not 0 < len(prompt) < host.max_model_len:
+        raise InvalidRequest(f"has {len(prompt)} tokens; from 1 to {host.max_model_len - 1} are allowed", field="prompt")
+    if max(prompt) >= host.card.vocab_size:
+        raise InvalidRequest(f"token id {max(prompt)} is not below {host.card.vocab_size}", field="prompt")
+    params = spec.sampling
+    named = max((*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)), default=0)
+    if named >= host.card.vocab_size:
+        raise InvalidRequest(f"names token id {named}, which is not below {host.card.vocab_size}", field="sampling")
+    if not len(resumed) < min(len(prompt), params.max_tokens):
+        raise InvalidRequest(
+            f"{len(resumed)} ids cannot be output: the prompt has {len(prompt)} ids, max_tokens is {params.max_tokens}",
+            field="resumed",
+        )
+    return spec, resumed
+
+
+def no_numbers(host: Host) -> NumericalError:
+    """Make the error of a sequence whose logits were not finite numbers."""
+    return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
+
+
+def broken_grammar(reason: str) -> InvalidRequest:
+    """Make the error of a sequence whose grammar cannot go on. The same request would fail anywhere."""
+    return InvalidRequest(reason, field=FIELD)
+
+
+def fail_foreign(host: Host, message: link_pb2.RouterMessage, role: str) -> None:
+    """Answer a command that another role handles: its request fails here, and the router serves it elsewhere.
+
+    A message that no role knows is only logged: a newer router sent it.
+    """
+    body = message.WhichOneof("body")
+    if body not in ("prefill", "bind", "attach"):
+        log.error("%s was sent %s, which this version does not know", host.config.worker_id, body)
+        return
+    command = getattr(message, body)
+    error = Unavailable(f"{host.config.worker_id} is a {role} worker and was sent {body}")
+    log.error("%s", error.message)
+    host.send(failed(Handle(command.handle), error))
+
+
+def fail_unstarted(host: Host, handle: Handle, request_id: str, error: PdserveError) -> None:
+    """Report a request that has failed before the engine heard of it."""
+    host.stories.note(request_id, WorkKind.FAILED, error=error.code, message=error.message)
+    host.send(failed(handle, error))
+
+
+def failed(handle: Handle, error: PdserveError, *, pair_failed: bool = False) -> link_pb2.WorkerMessage:
+    """Make the message that this request has failed here. `pair_failed` True: KV did not pass from the lender to here."""
+    return link_pb2.WorkerMessage(
+        request_failed=link_pb2.RequestFailed(
+            handle=handle, reason=to_reason(error.code), message=error.message, pair_failed=pair_failed
+        )
+    )
+
+
+def refuse(host: Host, handle: Handle, request_id: str) -> bool:
+    """Refuse a command if this worker drains, and return True. The router then places the work elsewhere at once.
+
+    Return False, and do nothing, if the worker does not drain or the router does not know this answer.
+    """
+    if not host.draining or host.link_version < REFUSED_SINCE:
+        return False
+    host.stories.note(request_id, WorkKind.REFUSED, why="draining")
+    host.send(link_pb2.WorkerMessage(refused=link_pb2.Refused(handle=handle)))
+    return True
+
+
+class OutputStream:
+    """The output of one request on this worker. Every token is pushed in order, after the tokens of `earlier`."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        earlier: Sequence[int] = (),
+        *,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Start after `earlier`, the output ids that the client has already. The text depends only on the prompt and the output
+        ids, so it goes on from there."""
+        self._handle = handle
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+        self._stops = params.stop
+        self._text = OutputText.of(tokenizer, prompt_ids, params)
+        self._next_index = 0
+        for token_id in earlier:
+            self.skip(token_id)
+
+    def skip(self, token_id: int) -> None:
+        """Take the next token without making a row, because the client gets that row from another worker."""
+        self._text.push(token_id)
+        self._next_index += 1
+
+    def push(
+        self,
+        index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> link_pb2.StepRow:
+        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string.
+
+        The engine's STOP is that of a stop token or, for any other token, that of a grammar which has ended.
+        """
+        assert index == self._next_index, f"token {index} after {self._next_index - 1}"
+        self._next_index += 1
+        if finish_reason is FinishReason.STOP and token_id in self._stop_ids:
+            text = self._text.push_stop(token_id)
+        else:
+            text = self._text.push(token_id).text
+            if finish_reason is not None:
+                text += self._text.flush()
+        if self._text.stopped:
+            finish_reason = FinishReason.STOP
+        row = link_pb2.StepRow(
+            handle=self._handle,
+            index=index,
+            ids=(token_id,),
+            text=text.encode(),
+            finish_reason=finish_to_wire(finish_reason),
+            logprobs=logprobs_to_wire((logprobs,)) if logprobs is not None else None,
+            prompt_logprobs=logprobs_to_wire(prompt_logprobs),
+        )
+        if self._text.stopped:
+            row.stop_string = 1 + self._stops.index(self._text.stop_string)
+        return row

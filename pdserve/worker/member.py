@@ -22,7 +22,7 @@ from pdserve.rpc import codec
 from pdserve.rpc.beats import Beats
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.engine_view import LOOK_S, EngineView
+from pdserve.worker.engine_thread import LOOK_S, EngineView
 from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, HostedRole, RoleFactory
 from pdserve.worker.link import MakeBeats, RouterLink
 from pdserve.worker.messages import SetBudget, StepEvents

@@ -12,7 +12,7 @@ from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad
-from pdserve.engine.schedule.outcome import Advance, OutputToken
+from pdserve.engine.schedule.collect import Advance, OutputToken
 
 
 @dataclass(frozen=True, slots=True)

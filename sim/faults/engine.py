@@ -16,7 +16,7 @@ from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 from sim.faults.oracle import CARD, EOS, VOCAB_SIZE, chain, draw, score
 from sim.world.process import Process

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from kvtransfer.api import LocalRegion, Region
-from kvtransfer.staging.staging import Staging
+from kvtransfer.staging import Staging
 from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from sim.faults.engine import BLOCK_SIZE, SimKv, SimMemory
@@ -29,7 +29,7 @@ _ADDRESS: Final = 1 << 40
 
 
 class SimStaged:
-    """The simulated staging blocks of one layout; see `kvtransfer.staging.staging.StagingBlocks`."""
+    """The simulated staging blocks of one layout; see `kvtransfer.staging.StagingBlocks`."""
 
     def __init__(self, address: int, layout: KvGroup, pool: SimMemory, staged: SimMemory) -> None:
         self._address = address
@@ -54,7 +54,7 @@ class SimStaged:
 
 
 class SimConverter:
-    """The simulated converter thread; see `kvtransfer.staging.converter.Converter`."""
+    """The simulated converter thread; see `kvtransfer.staging.Converter`."""
 
     def __init__(self, process: Process, rng: random.Random) -> None:
         self._process = process

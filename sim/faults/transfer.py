@@ -13,8 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion
-from kvtransfer.reads.reactor import Command, Connect, Connected, Event, Post, ReadDone, ReadFailed, ReadId, Stop, SumBlocks
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.thread import (
+    Command,
+    Connect,
+    Connected,
+    Event,
+    Post,
+    ReadDone,
+    ReadFailed,
+    ReadId,
+    Stop,
+    SumBlocks,
+    TransferThread,
+)
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
 from sim.faults.engine import SimMemory

@@ -1,6 +1,6 @@
 """One worker: a production role, link and lease services around a simulated engine, transfer thread and network.
 
-The start and the end repeat those of `pdserve.worker.runtime`, without threads.
+The start and the end repeat those of `pdserve.worker.process`, without threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.prefix_keys import KEY_BYTES
 from pdserve.core.step_plan import StepPlan
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.engine_view import EngineView
+from pdserve.worker.engine_thread import EngineView
 from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_role
 from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending
@@ -73,7 +73,7 @@ class WorkerShape:
 
 class SimWorker:
     """One process of a worker, with one life after the other: a role flip ends a life and begins the next one, as in
-    `pdserve.worker.life`. The engine and the KV pool stay. `run` runs on the loop of the process."""
+    `pdserve.worker.process`. The engine and the KV pool stay. `run` runs on the loop of the process."""
 
     def __init__(
         self,

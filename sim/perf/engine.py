@@ -16,7 +16,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 from sim.perf.clock import Clock
 from sim.perf.costs import CostModel, StepWork, work_of

@@ -18,8 +18,8 @@ from pdserve.core.logprobs import PackedLogprobs
 from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from pdserve.engine.schedule.outcome import OutputToken
-from pdserve.worker.counted import CountedCommands
+from pdserve.engine.schedule.collect import OutputToken
+from pdserve.worker.host import CountedCommands
 from pdserve.worker.messages import Abort, Activate, AddLent, Lent, Reserve, ReserveResult, ReturnLease, StepEvents
 from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev

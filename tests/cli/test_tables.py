@@ -17,8 +17,7 @@ from pdserve.commands.failures import report
 from pdserve.commands.progress import LINE_S, StartView
 from pdserve.commands.up import first_request
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.worker.load_progress import LoadState
-from pdserve.worker.memory_report import MemoryReport
+from pdserve.worker.start_report import LoadState, MemoryReport
 
 PREFILL = common_pb2.WorkerHello(worker_id="prefill-10", role=common_pb2.ROLE_PREFILL, num_blocks=32768)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pdserve.checkpoint.progress import Progress
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.worker.memory_report import MemoryReport
+from pdserve.worker.start_report import MemoryReport
 
 LOAD_TIMEOUT_S = 60.0
 

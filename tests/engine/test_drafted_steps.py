@@ -16,7 +16,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
 from pdserve.engine.runner import DRAFTS_OBSTACLE, ModelRunner
-from pdserve.engine.schedule.outcome import OutputToken
+from pdserve.engine.schedule.collect import OutputToken
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.thread import BlockRead, TransferThread
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import WorkerId
 

@@ -13,9 +13,9 @@ from transfer_testing import FakePeer, new_incarnation
 
 from kvtransfer.api import RemoteRegion
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.lease.followed import FollowedLease
-from kvtransfer.lease.service import LeaseService, PeerService
-from kvtransfer.lease.ticket import Ticket
+from kvtransfer.lease_client import FollowedLease
+from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group

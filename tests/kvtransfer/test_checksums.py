@@ -16,9 +16,9 @@ from decode_worker.inbound import InboundBlocks
 from kvtransfer.api import Region, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.lease.ticket import Ticket, WrongTicket
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.thread import TransferThread
+from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, InternalBug, KvCorrupt, KvRotted, LeaseGone, TransferFailed
@@ -182,7 +182,7 @@ def test_a_commit_without_checksums_is_not_ok() -> None:
 
 
 def test_a_lender_that_never_sums_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.lease.service.SUMS_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.lease_service.SUMS_WAIT_S", 0.05)
 
     async def test() -> None:
         async with pair() as (one, two):

@@ -22,7 +22,7 @@ from kvtransfer.api import Region, TransferDevice
 from kvtransfer.backends import nixl as backend
 from kvtransfer.backends.cuda import CudaContext
 from kvtransfer.backends.nixl import NixlTransport, load_wheel
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.thread import TransferThread
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import WorkerId
 

@@ -12,8 +12,7 @@ from lender import FIRST, TOKEN, Lender, first_token, lender, wait_watermark
 from transfer_testing import new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.lease.followed import FollowedLease
+from kvtransfer.lease_client import FollowedLease, LeaseClient
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId

@@ -14,11 +14,10 @@ from lender import FIRST, TOKEN, Lender, lender
 from test_lease_client import run, world
 from transfer_testing import new_incarnation
 
-import kvtransfer.lease.peer_link
-import kvtransfer.lease.service
+import kvtransfer.lease_client
+import kvtransfer.lease_service
 from kvtransfer.backends.fake import FakeFabric
-from kvtransfer.lease.service import MAX_RENEWALS
-from kvtransfer.lease.watchers import MAX_WATCHED, TooManyWatched, Watcher, Watchers
+from kvtransfer.lease_service import MAX_RENEWALS, MAX_WATCHED, TooManyWatched, Watcher, Watchers
 from pdserve.core.errors import IncompatiblePeer
 from pdserve.core.ids import LeaseId
 from pdserve.core.lease import LeaseView
@@ -183,8 +182,8 @@ def _refuse(watcher: Watcher, view: LeaseView) -> None:
 
 
 def speak(patch: pytest.MonkeyPatch, *, lends: VersionRange, reads: VersionRange) -> None:
-    patch.setattr(kvtransfer.lease.service, "PEER_VERSIONS", lends)
-    patch.setattr(kvtransfer.lease.peer_link, "PEER_VERSIONS", reads)
+    patch.setattr(kvtransfer.lease_service, "PEER_VERSIONS", lends)
+    patch.setattr(kvtransfer.lease_client, "PEER_VERSIONS", reads)
 
 
 @pytest.mark.parametrize(("lends", "reads"), [((0, 1), (0, 1)), ((0, 1), (1, 4)), ((2, 3), (0, 2)), ((0, 0), (0, 1))])

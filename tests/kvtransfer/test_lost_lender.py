@@ -21,8 +21,8 @@ from decode_worker.inbound import InboundBlocks
 from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, LeaseId, ReaderId, WorkerId

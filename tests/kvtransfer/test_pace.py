@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.reads.pace import STRETCH_BYTES, Pace
+from kvtransfer.thread import STRETCH_BYTES, Pace
 from pdserve.config import LeaseConfig
 
 CONFIG = LeaseConfig(transfer_deadline_floor_s=5.0, transfer_bandwidth_bytes_s=1e8)

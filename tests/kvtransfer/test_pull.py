@@ -13,10 +13,9 @@ from transfer_testing import FakePeer, NixlPeer, Pool, new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.reads.block_read import PoolSource
-from kvtransfer.reads.pull import Pull
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.pull import Pull
+from kvtransfer.thread import PoolSource, TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId, WorkerId

@@ -11,7 +11,7 @@ from queue import Empty, Queue
 from transfer_testing import FakePeer, Pool, new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.reads.reactor import (
+from kvtransfer.thread import (
     POLL_MAX_S,
     POLL_MIN_S,
     Command,

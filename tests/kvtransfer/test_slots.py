@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.staging.slots import SlotPool
+from kvtransfer.staging import SlotPool
 from pdserve.core.ids import Incarnation
 
 A, B, C = (Incarnation(number) for number in (1, 2, 3))

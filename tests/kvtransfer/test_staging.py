@@ -15,11 +15,10 @@ from transfer_testing import BLOCK_BYTES, FakePeer, NixlPeer, Pool, new_incarnat
 from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.lease.client import LeaseClient
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.pull import Pull
-from kvtransfer.reads.thread import TransferThread
-from kvtransfer.staging.staging import Staging
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.pull import Pull
+from kvtransfer.staging import Staging
+from kvtransfer.thread import BlockRead, TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, LeaseGone, TransferFailed
 from pdserve.core.ids import BlockId, BlockSum, LeaseId, ReaderId, WorkerId

@@ -12,10 +12,9 @@ from lender import FIRST, LAYOUT, ticket_of
 from transfer_testing import new_incarnation
 
 from kvtransfer.api import RemoteRegion
-from kvtransfer.lease.followed import Committed, FollowedLease
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.pace import Pace
-from kvtransfer.reads.pull import PrefillStalled, Pull, PullResult
+from kvtransfer.lease_client import Committed, FollowedLease
+from kvtransfer.pull import PrefillStalled, Pull, PullResult
+from kvtransfer.thread import BlockRead, Pace
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, LeaseGone, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, ReaderId

@@ -14,8 +14,7 @@ from transfer_testing import FakePeer, Pool, new_incarnation
 
 from kvtransfer.api import Transport, TransportRead
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.thread import BlockRead, TransferThread
 from pdserve.core.error_table import TABLE
 from pdserve.core.errors import ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation

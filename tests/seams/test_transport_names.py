@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from kvtransfer.api import Region, TransferDevice
 from kvtransfer.backends.cma import CmaTransport
 from kvtransfer.backends.registry import prepare
-from kvtransfer.lease.peer_link import PeerLink
-from kvtransfer.lease.service import PeerService
+from kvtransfer.lease_client import PeerLink
+from kvtransfer.lease_service import PeerService
 from pdserve.cluster.plan import plan_workers
 from pdserve.config import ClusterConfig, LeaseConfig, load
 from pdserve.core.errors import ConfigError, IncompatiblePeer, TransferFailed

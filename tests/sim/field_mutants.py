@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decode_worker.role import DecodeRole
-from pdserve.engine.schedule.prefix_cache import PrefixCache
+from pdserve.engine.schedule.room import PrefixCache
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import Sequence
 from pdserve.structured.compilations import Compilations

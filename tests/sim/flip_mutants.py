@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.block_pools import BlockPools
-from pdserve.worker.engine_steps import EngineSteps
-from pdserve.worker.engine_view import EngineView
+from pdserve.worker.engine_thread import EngineSteps, EngineView
 from pdserve.worker.link import RouterLink
 from pdserve.worker.member import LinkMember
 from sim.faults.worker import SimWorker

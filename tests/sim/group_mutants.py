@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.reads import group_read, pull
-from kvtransfer.reads.block_read import BlockRead
+from kvtransfer import pull
+from kvtransfer.thread import BlockRead
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.reader import Reader
 
@@ -37,7 +37,7 @@ def the_first_group_is_freed_alone(patch: pytest.MonkeyPatch) -> None:
 
 def a_read_stops_with_its_first_group(patch: pytest.MonkeyPatch) -> None:
     """The blocks of an abandoned bind are used again only when every group's read has stopped."""
-    real = group_read._on_stopped
+    real = pull._on_stopped
 
     def on_stopped(joined: BlockRead, reads: Any, future: Any) -> None:
         if joined.result.done():
@@ -45,7 +45,7 @@ def a_read_stops_with_its_first_group(patch: pytest.MonkeyPatch) -> None:
         else:
             real(joined, reads, future)
 
-    patch.setattr(group_read, "_on_stopped", on_stopped)
+    patch.setattr(pull, "_on_stopped", on_stopped)
 
 
 GROUP_MUTANTS = (

@@ -10,19 +10,17 @@ import pytest
 
 from decode_worker.inbound import InboundBlocks
 from decode_worker.role import DecodeRole
-from kvtransfer.lease.followed import Committed
-from kvtransfer.lease.peer_link import PeerLink
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.pull import Pull
-from kvtransfer.staging.slots import SlotPool
-from kvtransfer.staging.staging import Staging
+from kvtransfer.lease_client import Committed, PeerLink
+from kvtransfer.pull import Pull
+from kvtransfer.staging import SlotPool, Staging
+from kvtransfer.thread import BlockRead
 from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.rpc.numbering import Incoming
-from pdserve.worker.engine_view import EngineWatch
-from pdserve.worker.output import OutputStream
+from pdserve.worker.engine_thread import EngineWatch
+from pdserve.worker.host import OutputStream
 from prefill_worker.role import PrefillRole
 from router.core.live_request import LiveRequest
 from router.core.requests import Deadlines, Requests

@@ -27,7 +27,7 @@ from pdserve.engine.models import native_decoder as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
-from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
+from pdserve.engine.schedule.collect import OutputToken, StepOutcome
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.structured.compiler import Compiler

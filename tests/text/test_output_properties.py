@@ -20,7 +20,7 @@ from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, SamplingParams
 from pdserve.text.output import OutputText
 from pdserve.text.stops import StopScanner
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.worker.output import OutputStream
+from pdserve.worker.host import OutputStream
 from router.api.answer import Delta
 from router.service.buffered_generation import BufferedGeneration
 

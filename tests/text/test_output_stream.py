@@ -17,7 +17,7 @@ from pdserve.core.ids import Handle
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.rpc.codec import finish_from_wire
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.worker.output import OutputStream
+from pdserve.worker.host import OutputStream
 
 SAMPLE = "The cat 👩‍👩‍👧‍👦 sat; naïve 日本語, END of it.\n\nUser: no END <|im_end|> \u2028 \x07"
 KINDS = ("tiny", "default", "sentencepiece", "byte-level")

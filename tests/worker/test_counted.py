@@ -10,8 +10,8 @@ from pdserve.core.ids import Handle, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.counted import CountedCommands
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
+from pdserve.worker.host import CountedCommands
 from pdserve.worker.messages import AddLent
 
 PARAMS = SamplingParams(max_tokens=5)

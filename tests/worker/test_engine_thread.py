@@ -12,8 +12,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
-from pdserve.worker.engine_thread import EngineThread
+from pdserve.worker.engine_thread import EngineSteps, EngineThread
 from pdserve.worker.messages import Abort, Activate, AddLent, EndQuarantine, Rehash, Rehashed, Reserve, ReturnLease, StepEvents
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.worker import WorkerLoad
-from pdserve.worker.engine_view import LOOK_S, MAX_STEPS_LATE, EngineWatch, step_timeout_s
+from pdserve.worker.engine_thread import LOOK_S, MAX_STEPS_LATE, EngineWatch, step_timeout_s
 from pdserve.worker.messages import EngineSnapshot, StepEvents
 
 TIMEOUT_S = 6.0

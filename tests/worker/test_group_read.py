@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.api import Region, RemoteRegion
-from kvtransfer.reads.block_read import BlockRead
-from kvtransfer.reads.group_read import read_groups
+from kvtransfer.pull import read_groups
+from kvtransfer.thread import BlockRead
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import BlockSum, Incarnation

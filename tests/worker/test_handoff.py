@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode_worker.main import start as start_decode
-from kvtransfer.lease.ticket import Ticket
+from kvtransfer.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.v1 import common_pb2

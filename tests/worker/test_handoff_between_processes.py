@@ -9,7 +9,7 @@ from pathlib import Path
 from kv_digests import digests
 
 from decode_worker.main import start as start_decode
-from kvtransfer.lease.ticket import Ticket
+from kvtransfer.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
 from pdserve.core.sampling import SamplingParams
 from testkit.scripted_router import ScriptedRouter

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvtransfer import pull as pulls
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.lease.followed import Committed, FollowedLease
-from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads import pull as pulls
-from kvtransfer.reads.block_read import PoolSource
-from kvtransfer.reads.pull import Pull
-from kvtransfer.reads.thread import TransferThread
-from kvtransfer.staging.staging import Staging
+from kvtransfer.lease_client import Committed, FollowedLease
+from kvtransfer.pull import Pull
+from kvtransfer.staging import Staging
+from kvtransfer.thread import PoolSource, TransferThread
+from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import KvCorrupt, LeaseGone, TransferFailed
@@ -33,7 +32,7 @@ from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
 from pdserve.worker.host import region_of
-from pdserve.worker.kv_staging import StagedKv
+from pdserve.worker.process import StagedKv
 
 SIZE = 4
 SPEC = KvSpec((KvGroup((0, 2), ((2, 16), (2, 16)), SIZE, "float32"), KvGroup((1,), ((1, 40),), SIZE, "bfloat16")))

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from decode_worker.main import start as start_decode
-from kvtransfer.lease.ticket import Ticket
+from kvtransfer.ticket import Ticket
 from pdserve.config import MIB, EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.ids import LeaseId
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.runtime import RunningWorker
+from pdserve.worker.process import RunningWorker
 from prefill_worker.main import start as start_prefill
 from testkit.scripted_router import ScriptedRouter
 

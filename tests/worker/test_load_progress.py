@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.worker.load_progress import SAY_S, LoadProgress
+from pdserve.worker.start_report import SAY_S, LoadProgress
 
 
 class Clock:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 
-from pdserve.worker.mailbox import Mailbox
+from pdserve.worker.engine_thread import Mailbox
 
 WAIT_S = 60.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.inbound import speaks_against_pair
-from kvtransfer.reads.pull import PrefillStalled
+from kvtransfer.pull import PrefillStalled
 from pdserve.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,7 +19,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.ids import Handle
 from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.refuse import failed
+from pdserve.worker.host import failed
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ from pdserve.core.kv_layout import KvSpec, Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
-from pdserve.engine.schedule.outcome import Advance, OutputToken
+from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from pdserve.worker.host import Host, HostedRole
+from pdserve.worker.host import Host, HostedRole, OutputStream
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
-from pdserve.worker.output import OutputStream
 from prefill_worker.role import PrefillRole
 from router.core.events import LinkId, NoRoom
 from router.workers.wire import event_from_wire

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pdserve.rpc.v1 import story_pb2
-from pdserve.worker import stories
-from pdserve.worker.stories import WorkKind, WorkStories
+from pdserve.worker.host import MAX_STORIES, WorkKind, WorkStories
 
 
 def ask(kept: WorkStories, request_id: str) -> story_pb2.WorkExplained:
@@ -33,7 +32,7 @@ def test_an_unknown_request_has_no_entries() -> None:
 
 def test_old_requests_leave_and_a_long_one_keeps_its_ends() -> None:
     kept = WorkStories(lambda: 1.0)
-    for number in range(stories.MAX_STORIES + 1):
+    for number in range(MAX_STORIES + 1):
         kept.note(f"r{number}", WorkKind.RECEIVED)
     assert not ask(kept, "r0").entries
     assert ask(kept, "r1").entries

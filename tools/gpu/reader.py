@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtransfer.api import Region
 from kvtransfer.backends.nixl import NixlTransport
-from kvtransfer.reads.thread import TransferThread
+from kvtransfer.thread import TransferThread
 from pdserve.core.ids import Incarnation, WorkerId
 
 READER = Incarnation(1)

@@ -23,7 +23,7 @@ from pdserve.cluster.keeping.process import write_order
 from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.record import TIED, ClusterRecord, ProcessId, mark_of
 from pdserve.killable_child import environment
-from pdserve.worker.load_progress import LoadState
+from pdserve.worker.start_report import LoadState
 
 COMMAND: Final = (sys.executable, "-m", "pdserve.cluster.keeping.process")
 START_TIMEOUT_S: Final = 120.0

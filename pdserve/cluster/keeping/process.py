@@ -34,8 +34,7 @@ from pdserve.core.worker import niced
 from pdserve.observe.log_files import log_file, open_log
 from pdserve.observe.logs import setup_logging
 from pdserve.observe.title import set_title
-from pdserve.worker.load_progress import LoadProgress, LoadState
-from pdserve.worker.memory_report import MemoryReport
+from pdserve.worker.start_report import LoadProgress, LoadState, MemoryReport
 
 log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.worker.memory_report import MemoryReport
+from pdserve.worker.start_report import MemoryReport
 
 
 @dataclass(frozen=True, slots=True)

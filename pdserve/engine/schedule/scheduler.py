@@ -16,12 +16,16 @@ A block that a step may write is freed only after that step is collected. A bloc
 token sees, is freed then as well, while its sequence goes on. A lease keeps what its reader needs.
 
 Sequences that begin with the same tokens share blocks: see prefix_cache.py. `plan` takes guesses of next tokens (drafts). They
-change how many steps an output takes, and nothing else.
+change how many steps an output takes, and nothing else. Drafts take only what the step leaves: tokens of the
+budget, and rows that draw a token. A step has at most as many such rows as sequences may run, because the memory for logits is
+measured for so many. Drafts preempt nobody.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from pdserve.core.block_hash import PrefixChain
@@ -34,15 +38,10 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
 from pdserve.core.structured.grammar_state import GrammarState
-from pdserve.engine.schedule.chunk_budget import chunk_budget
-from pdserve.engine.schedule.collect import Collector, PlannedStep
-from pdserve.engine.schedule.drafts import take_drafts
-from pdserve.engine.schedule.outcome import Admitted, Advance, OutputToken, StepOutcome
-from pdserve.engine.schedule.prefix_cache import PrefixCache
-from pdserve.engine.schedule.room import Room
-from pdserve.engine.schedule.sequence import Sequence, SequenceKind, StopRule
-from pdserve.engine.schedule.sequence_machine import SequenceEvent, SequenceState
-from pdserve.engine.schedule.step_rates import StepRates
+from pdserve.engine.schedule.collect import Admitted, Advance, Collector, OutputToken, PlannedStep, StepOutcome
+from pdserve.engine.schedule.room import PrefixCache, Room
+from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState, StopRule
+from pdserve.engine.schedule.step_rates import StepRates, chunk_budget
 from pdserve.engine.schedule.turns import Turns, floor_of, overtaken
 
 __all__ = ["Scheduler", "SequenceKind", "Admitted", "Advance", "OutputToken", "StepOutcome"]
@@ -502,3 +501,23 @@ class Scheduler:
         assert seq.planned or seq.state is not _S.ABORTING
         assert seq.decodes or seq.state is not _S.DECODING
         self._room.check(seq)
+
+
+def take_drafts(
+    drafts: Drafts, decoding: Many[Sequence], room: int, fit: Callable[[Sequence, int], int]
+) -> dict[SeqId, tuple[int, ...]]:
+    """Return the drafts that the step computes. Sequences without drafts are left out. The order is that of `decoding`.
+
+    room: the largest number of drafts of all sequences together. fit: takes a sequence and a number of drafts, and returns how
+    many of them the sequence's blocks can hold. A sequence gets no drafts that lie behind its longest length. It gets none at
+    all if it has edits or a grammar, because these depend on every token before.
+    """
+    taken: dict[SeqId, tuple[int, ...]] = {}
+    for seq in decoding:
+        wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
+        if not wanted or not seq.takes_drafts:
+            continue
+        if kept := wanted[: fit(seq, len(wanted))]:
+            taken[seq.seq_id] = kept
+            room -= len(kept)
+    return taken

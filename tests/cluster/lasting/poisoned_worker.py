@@ -10,7 +10,7 @@ from decode_worker import main
 from decode_worker.role import DecodeRole
 from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import WorkerConfig
-from pdserve.worker.runtime import RunningWorker
+from pdserve.worker.process import RunningWorker
 
 POISON = (13, 13, 13, 13)
 DEADLY = 20

@@ -21,7 +21,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Activate, AddLent, Reserve
 
 SHAPE = ModelShape(100, 64, ((LayerShape(gqa_attention(64, 4, 2, 16, 16), dense_mlp(64, 128)), 3),), True)

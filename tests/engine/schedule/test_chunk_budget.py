@@ -10,10 +10,9 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.schedule.chunk_budget import TARGET_SHARE, chunk_budget
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
-from pdserve.engine.schedule.step_rates import StepCost
+from pdserve.engine.schedule.step_rates import TARGET_SHARE, StepCost, chunk_budget
 
 BLOCK, BUDGET, STREAMS, PROMPT = 16, 512, 8, 2048
 COST = StepCost(0.020, 0.0006)  # a decode step takes 25 ms, and one that is full of a prompt 0.33 s

@@ -16,7 +16,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan, accept
-from pdserve.engine.schedule.outcome import OutputToken, StepOutcome
+from pdserve.engine.schedule.collect import OutputToken, StepOutcome
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 

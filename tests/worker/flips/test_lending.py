@@ -12,7 +12,7 @@ from pdserve.core.ids import BlockSum, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.worker.engine_steps import EngineSteps
+from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Abort, AddLent, Command, Lent, Reserve, ReturnLease, SetLending
 
 BLOCK = 2

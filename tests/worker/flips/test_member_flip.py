@@ -16,7 +16,7 @@ from pdserve.core.ids import Handle, Incarnation
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, VersionRange, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.engine_view import EngineView
+from pdserve.worker.engine_thread import EngineView
 from pdserve.worker.host import Host, KvDamage
 from pdserve.worker.member import DRAIN_LOOK_S, LinkMember
 from pdserve.worker.messages import Command, EngineSnapshot, SetBudget, StepEvents

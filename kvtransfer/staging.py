@@ -14,26 +14,134 @@ The role ends the quarantine only after `stopped`.
 
 Arithmetic for SmolLM2-135M, bf16 to int8, 128 blocks (2,048 tokens): a read of 45 MiB takes 8 ms within one host, and the
 conversion takes 20 ms of one core. All but the last chunk's share passes while prefill still computes.
+
+The converter thread sums and converts, so that neither the loop, the transfer thread nor the engine thread waits for that work.
+
+Reads that need staging blocks wait in one line. A chunk gets all its blocks at once and never waits for more, so there is no
+circle of waits. One peer never holds more than half of the blocks: a lender that stands still keeps the blocks that its reads
+may still write, and the other peers must go on. A peer that is at its limit is passed over in the line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvtransfer.api import LocalRegion, RemoteRegion
-from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import BlockRead, BlockSource, PoolReads
-from kvtransfer.staging.converter import Converter, ConverterThread
-from kvtransfer.staging.slots import SlotPool, Slots
+from kvtransfer.thread import BlockRead, BlockSource, PoolReads
+from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
 from pdserve.core.ids import BlockSum, Incarnation
 from pdserve.core.kv_layout import KvGroup
+
+Slots = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    peer: Incarnation
+    count: int
+    granted: asyncio.Future[Slots]
+
+
+class SlotPool:
+    """A pool of the staging blocks 0 to `num_blocks` - 1. free + held == num_blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2
+        self.num_blocks = num_blocks
+        self._free = list(reversed(range(num_blocks)))
+        self._held: dict[Incarnation, int] = {}
+        self._line: deque[_Waiter] = deque()
+
+    @property
+    def max_per_peer(self) -> int:
+        """The most blocks that one peer may hold."""
+        return self.num_blocks // 2
+
+    @property
+    def num_held(self) -> int:
+        """The number of blocks that are taken."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of waiters in the line."""
+        return len(self._line)
+
+    def take(self, peer: Incarnation, count: int) -> asyncio.Future[Slots]:
+        """Wait in line for `count` blocks. The future is done when all are granted. `leave` or `give_back` must follow."""
+        assert 0 < count <= self.max_per_peer
+        waiter = _Waiter(peer, count, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
+        self._serve()
+        return waiter.granted
+
+    def leave(self, peer: Incarnation, granted: asyncio.Future[Slots]) -> None:
+        """Leave the line, and give back the blocks if they were granted meanwhile."""
+        if granted.done():
+            self.give_back(peer, granted.result())
+            return
+        self._line = deque(waiter for waiter in self._line if waiter.granted is not granted)
+        self._serve()  # it may have been first, and too large for what is free
+
+    def give_back(self, peer: Incarnation, slots: Slots) -> None:
+        """Return blocks that no read and no conversion uses any more."""
+        assert not set(slots) & set(self._free), "given back twice"
+        self._free.extend(slots)
+        self._held[peer] -= len(slots)
+        if self._held[peer] == 0:
+            del self._held[peer]
+        self._serve()
+
+    def _serve(self) -> None:
+        """Grant blocks in order. Skip waiters whose peer is at its limit; stop at the first one with too few free blocks."""
+        for waiter in list(self._line):
+            if self._held.get(waiter.peer, 0) + waiter.count > self.max_per_peer:
+                continue
+            if waiter.count > len(self._free):
+                return
+            self._line.remove(waiter)
+            self._held[waiter.peer] = self._held.get(waiter.peer, 0) + waiter.count
+            waiter.granted.set_result(tuple(self._free.pop() for _ in range(waiter.count)))
+
+
+T = TypeVar("T")
+
+
+class Converter(Protocol):
+    """An executor that runs one piece of work after the other, in order."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work`, wait for its end, and return its result. Raises what `work` raises."""
+        ...
+
+    def close(self) -> None:
+        """Drop the work that has not begun. Work that has begun goes on. Idempotent."""
+        ...
+
+
+class ConverterThread:
+    """A converter with a thread of its own, which starts with the first work."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pdserve-convert")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Drop the work that has not begun, and do not wait for the rest."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +311,7 @@ class Staging:
 
 
 class _StagedSource:
-    """The source for the blocks of one KV group of a ticket. See `kvtransfer.reads.block_read.BlockSource`."""
+    """The source for the blocks of one KV group of a ticket. See `kvtransfer.thread.BlockSource`."""
 
     def __init__(self, staging: Staging, lane: _Lane, ticket: Ticket, block_ids: Sequence[int]) -> None:
         self._staging = staging

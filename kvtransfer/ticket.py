@@ -141,7 +141,7 @@ class Ticket:
         return sum([count * group.block_bytes for count, group in zip(counts, self.kv_spec.groups, strict=True)])
 
     def check_layout(self, local: KvSpec) -> None:
-        """Check that our pool can hold the leased KV. Only dtypes may differ: `kvtransfer.staging.staging` then converts.
+        """Check that our pool can hold the leased KV. Only dtypes may differ: `kvtransfer.staging` then converts.
 
         Raises `IncompatiblePeer`, which names both layouts: such a pair must never be tried again.
         """

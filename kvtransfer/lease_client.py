@@ -1,31 +1,164 @@
-"""The link over which a reader calls one incarnation of one lender: Handshake, Watch, Renew, Commit, Release.
+"""The reader's side of the lease protocol: a `LeaseClient` keeps one `PeerLink` to each incarnation of a lender that is in
+use, and a `FollowedLease` is one lease as its reader follows it.
 
-The state of a lease comes in two ways, on purpose. Watch pushes it at once. Renew repeats it, in one batch for all leases
-every second. So a broken Watch costs a renewal interval and never a request. Renew is also the heartbeat: a lender that
-answers no Renew for `lost_s` is lost, long before its leases expire. The router has the same rule for workers. A lender
-that is only busy answers late and is kept.
+A link calls Handshake, Watch, Renew, Commit and Release. The state of a lease comes in two ways, on purpose. Watch pushes it
+at once. Renew repeats it, in one batch for all leases every second. So a broken Watch costs a renewal interval and never a
+request. Renew is also the heartbeat: a lender that answers no Renew for `lost_s` is lost, long before its leases expire. The
+router has the same rule for workers. A lender that is only busy answers late and is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import grpc.aio
 
-from kvtransfer.lease.followed import Committed, FollowedLease
-from kvtransfer.lease.service import MAX_RENEWALS, versions_differ
+from kvtransfer.lease_service import MAX_RENEWALS, versions_differ
+from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import LeaseConfig
-from pdserve.core.errors import IncompatiblePeer, InternalBug, LeaseGone, Overloaded, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.errors import (
+    DeadlineExceeded,
+    IncompatiblePeer,
+    InternalBug,
+    KvCorrupt,
+    KvRotted,
+    LeaseGone,
+    Overloaded,
+    PdserveError,
+    ReplicaLost,
+    TransferFailed,
+)
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
-from pdserve.core.lease import CommitAnswer
+from pdserve.core.lease import CommitAnswer, FirstToken, LeaseView
 from pdserve.core.reader import SendCommit
 from pdserve.core.worker import PEER_VERSIONS, VersionRange, digests_differ
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel, token_metadata, translate
 from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The lender's answer to a Commit. If it is CORRUPT, `rotted_blocks` blocks have changed in the lender's memory; None: the
+    lender does not know how many."""
+
+    answer: CommitAnswer
+    rotted_blocks: int | None = None
+
+
+class Lender(Protocol):
+    """The calls that a followed lease makes on its lender."""
+
+    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
+        """Send Commit and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
+
+    async def release(self, lease_id: LeaseId, proof: bytes) -> None:
+        """Send Release. Never raises a `PdserveError`."""
+
+    def unfollow(self, lease: FollowedLease) -> None:
+        """Stop renewing the lease for this follower."""
+
+
+class FollowedLease:
+    """One follower of one lease, which is renewed in the background until `close`. The loop owns it. Each call on the lender
+    carries `proof`, which comes from the ticket.
+
+    The state only moves forward: views that arrive late or twice change nothing, and an error is final.
+    """
+
+    def __init__(self, lease_id: LeaseId, prompt_len: int, proof: bytes, lender: Lender) -> None:
+        self.lease_id = lease_id
+        self.proof = proof
+        self.prompt_len = prompt_len
+        self._lender = lender
+        self._watermark = 0
+        self._first_token: FirstToken | None = None
+        self._error: PdserveError | None = None
+        self._committing = False
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def watermark(self) -> int:
+        """The KV of prompt tokens [0, watermark) can be read. The watermark never shrinks."""
+        return self._watermark
+
+    @property
+    def first_token(self) -> FirstToken | None:
+        """Token 0. None until the watermark covers the prompt."""
+        return self._first_token
+
+    @property
+    def error(self) -> PdserveError | None:
+        """The final error, after which no more state comes: `LeaseGone`, `ReplicaLost` when the lender fell silent, or another
+        error when its answers cannot be used. None: no error yet."""
+        return self._error
+
+    @property
+    def changed(self) -> asyncio.Future[None]:
+        """A future that is done when watermark, token 0 or error change next. Take it before you look at them, and never
+        cancel it."""
+        return self._changed
+
+    async def commit(self, reader_id: ReaderId, commit: SendCommit) -> None:
+        """Commit the lease, and return when the KV that was read may be used. Every read of this bind must be over before.
+
+        Raises `LeaseGone`, `KvCorrupt`, `KvRotted`, or `ReplicaLost` when the lender cannot be reached: the KV that was read
+        must then be discarded.
+        """
+        self._committing = True  # from here on only the answer decides: a pushed GONE may come from our own Commit
+        committed = await self._lender.commit(self.lease_id, self.proof, reader_id, commit)
+        read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
+        if committed.answer is CommitAnswer.GONE:
+            raise LeaseGone(f"lease {self.lease_id} was gone when {commit.blocks} blocks had been read")
+        if committed.answer is CommitAnswer.CORRUPT and committed.rotted_blocks == 0:
+            raise KvCorrupt(f"{read} were not read as they were written, and the lender still holds what it wrote")
+        if committed.answer is CommitAnswer.CORRUPT:
+            where = f"{committed.rotted_blocks} have changed" if committed.rotted_blocks else "it is not known what has changed"
+            raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
+
+    async def release(self) -> None:
+        """Give the lease up early, with one bounded try: a lease also expires by itself. Never raises a `PdserveError`."""
+        await self._lender.release(self.lease_id, self.proof)
+
+    def close(self) -> None:
+        """Stop following and renewing. The lease itself stays as it is. Idempotent."""
+        self._lender.unfollow(self)
+
+    def apply(self, view: LeaseView) -> None:
+        """Take a state of the lease that the lender has pushed or answered. Only the link to the lender calls this."""
+        if self._error is not None or self._committing or view.lease_id != self.lease_id:
+            return
+        if not view.held:
+            self.fail(LeaseGone(f"lease {self.lease_id} is gone"))
+        elif view.watermark > self.prompt_len or (view.first_token is None) == (view.watermark == self.prompt_len):
+            self.fail(
+                TransferFailed(f"lease {self.lease_id}: watermark {view.watermark} of {self.prompt_len}, {view.first_token}")
+            )
+        else:
+            self._advance(view)
+
+    def fail(self, error: PdserveError) -> None:
+        """Set the final error, unless one is set. Only the link to the lender calls this from outside."""
+        if self._error is None:
+            self._error = error
+            self._notify()
+
+    def _advance(self, view: LeaseView) -> None:
+        if view.watermark <= self._watermark:
+            return
+        self._watermark = view.watermark
+        self._first_token = view.first_token
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        changed.set_result(None)
+
 
 logger = logging.getLogger(__name__)
 
@@ -306,3 +439,167 @@ async def _subscribe(call: Any, queue: asyncio.Queue[_Shown]) -> None:
     while True:
         lease_id, proof = await queue.get()
         await call.write(peer_pb2.WatchRequest(lease_id=codec.lease_id_to_wire(lease_id), proof=proof))
+
+
+IDLE_CLOSE_S: Final = 180.0
+"""A link that follows no lease for so long is closed. Opening it again costs a handshake of a few milliseconds."""
+
+
+class Connector(Protocol):
+    """The part of a `TransferThread` that connects to peers."""
+
+    async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
+        """Make a peer's pool readable. See `TransferThread.connect`."""
+
+    def disconnect(self, incarnation: Incarnation) -> None:
+        """Forget a peer. See `TransferThread.disconnect`."""
+
+
+class LenderLink(Protocol):
+    """The link to one incarnation of one lender. `PeerLink` is the one over gRPC; all links fail with the same errors."""
+
+    incarnation: Incarnation
+    address: str
+
+    @property
+    def num_followed(self) -> int:
+        """The number of followers of all leases."""
+
+    async def handshake(self) -> bytes:
+        """Return the lender's agent metadata."""
+
+    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
+        """Follow a lease and renew it until it is closed."""
+
+    async def close(self) -> None:
+        """Release the link. Followed leases fail."""
+
+
+class MakeLink(Protocol):
+    """A function that makes a link to one incarnation of a lender."""
+
+    def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> LenderLink: ...
+
+
+class _Entry:
+    """A link with its one handshake, the number of attaches under way, and the timer that closes it when it is idle."""
+
+    def __init__(self, link: LenderLink, handshake: asyncio.Task[bytes]) -> None:
+        self.link = link
+        self.handshake = handshake
+        self.num_attaching = 0
+        self.idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def in_use(self) -> bool:
+        return self.num_attaching > 0 or self.link.num_followed > 0
+
+
+class LeaseClient:
+    """All links of one worker that reads. The loop owns it."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        config: LeaseConfig,
+        *,
+        cluster_token: str,
+        idle_close_s: float = IDLE_CLOSE_S,
+        make_link: MakeLink = PeerLink,
+    ) -> None:
+        self._connector = connector
+        self._config = config
+        self._cluster_token = cluster_token
+        self._idle_close_s = idle_close_s
+        self._make_link = make_link
+        self._entries: dict[Incarnation, _Entry] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def num_peers(self) -> int:
+        """The number of open links."""
+        return len(self._entries)
+
+    @property
+    def num_followed(self) -> int:
+        """The number of followers of all leases, over all links."""
+        return sum(entry.link.num_followed for entry in self._entries.values())
+
+    async def attach(self, lease_id: LeaseId, ticket: Ticket, *, deadline_s: float) -> FollowedLease:
+        """Follow a lease, and connect to its lender's pool, so that it can be read. The caller closes the returned lease.
+
+        Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed` when the
+        transport cannot connect, `IncompatiblePeer`, and `DeadlineExceeded` when the request's `deadline_s` passes first.
+        """
+        if self._closed:
+            raise ReplicaLost("the lease client is closed")
+        if lease_id != ticket.lease_id:
+            raise WrongTicket(f"the ticket is of lease {ticket.lease_id}, not of {lease_id}")
+        entry = self._entry(ticket)
+        entry.num_attaching += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                metadata = await self._handshake(entry)
+                await self._connector.connect(ticket.incarnation, metadata)
+                return await entry.link.follow(lease_id, ticket.prompt_len, ticket.proof)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
+        finally:
+            entry.num_attaching -= 1
+            self._arm_idle_timer(entry)
+
+    async def close(self) -> None:
+        """Release every task, stream and channel. Followed leases fail with `ReplicaLost`. Idempotent."""
+        self._closed = True
+        for entry in list(self._entries.values()):
+            self._drop(entry)
+        await asyncio.gather(*self._closing)
+
+    def _entry(self, ticket: Ticket) -> _Entry:
+        entry = self._entries.get(ticket.incarnation)
+        if entry is None:
+            link = self._make_link(ticket.incarnation, ticket.peer_address, self._config, cluster_token=self._cluster_token)
+            handshake = asyncio.create_task(link.handshake())
+            entry = self._entries[ticket.incarnation] = _Entry(link, handshake)
+            handshake.add_done_callback(functools.partial(self._on_handshake_done, entry))
+        return entry
+
+    def _on_handshake_done(self, entry: _Entry, handshake: asyncio.Task[bytes]) -> None:
+        """Forget the link of a failed handshake, so that the next attach makes a new one."""
+        if handshake.cancelled() or handshake.exception() is not None:
+            self._drop(entry)
+
+    async def _handshake(self, entry: _Entry) -> bytes:
+        """Return the answer to the link's one handshake, which concurrent attaches share."""
+        try:
+            return await asyncio.shield(entry.handshake)
+        except asyncio.CancelledError:
+            if entry.handshake.cancelled():  # `_drop` cancelled it, not the attach that waits here
+                raise ReplicaLost(f"the link to {entry.link.address} is closed") from None
+            raise
+
+    def _arm_idle_timer(self, entry: _Entry) -> None:
+        if entry.idle_timer is None and self._entries.get(entry.link.incarnation) is entry:
+            loop = asyncio.get_running_loop()
+            entry.idle_timer = loop.call_later(self._idle_close_s, self._on_idle_timer, entry)
+
+    def _on_idle_timer(self, entry: _Entry) -> None:
+        entry.idle_timer = None
+        if entry.in_use:
+            self._arm_idle_timer(entry)
+        else:
+            self._drop(entry)
+
+    def _drop(self, entry: _Entry) -> None:
+        """Forget a link now, and close it in the background."""
+        if self._entries.get(entry.link.incarnation) is not entry:
+            return
+        del self._entries[entry.link.incarnation]
+        if entry.idle_timer is not None:
+            entry.idle_timer.cancel()
+        entry.handshake.cancel()
+        self._connector.disconnect(entry.link.incarnation)
+        task = asyncio.create_task(entry.link.close(), name=f"close {entry.link.address}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -7,23 +7,28 @@
 This is the shell of `pdserve.core.reader`, which decides which blocks to read, and when to commit. The KV that was read may
 be used only after `run` has returned. After `run` has raised, reads may still write into the local blocks: they stay out of
 use until `stopped` is done.
+
+Each KV group has its own regions and its own source. `read_groups` reads the same blocks of a prompt in several groups as one
+read. It succeeds when every group has arrived, and fails when the first group fails. After a failure the other groups are
+given up, but they may go on writing until they stop by themselves. The read has stopped when all groups have stopped. A single
+group has no joined read: the read of its source is returned.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.lease.followed import FollowedLease
-from kvtransfer.lease.ticket import Ticket
-from kvtransfer.reads.block_read import BlockRead, BlockSource
-from kvtransfer.reads.group_read import read_groups
+from kvtransfer.api import RemoteRegion
+from kvtransfer.lease_client import FollowedLease
+from kvtransfer.thread import BlockRead, BlockSource, ReadResult
+from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, KvCorrupt, KvRotted, PdserveError, TransferFailed
-from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockSum, ReaderId
+from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockSum, Incarnation, ReaderId
 from pdserve.core.lease import FirstToken
 from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, Reusable, SendCommit
 
@@ -287,3 +292,72 @@ def _shape(table: Sequence[int]) -> tuple[int, int]:
 def _live(tables: Sequence[Sequence[int]], blocks: slice) -> list[list[int]]:
     """Return the entries of each table in the slice, without null ones."""
     return [[block for block in table[blocks] if block != NULL_BLOCK] for table in tables]
+
+
+Post = Callable[[], BlockRead]
+"""A function that starts the read of one group. If it raises, nothing was posted."""
+
+
+def read_groups(
+    sources: Sequence[BlockSource],
+    peer: Incarnation,
+    regions: Sequence[RemoteRegion],
+    remote_tables: Sequence[Sequence[int]],
+    local_tables: Sequence[Sequence[int]],
+    *,
+    deadline_s: float,
+) -> BlockRead:
+    """Start to read remote_tables[g][i] of regions[g] into local_tables[g][i] of the blocks of sources[g].
+
+    If this raises, nothing was posted. It raises what the first group's source raises. The failure of a later group fails
+    the result, because the groups before it are under way.
+    """
+    parts = zip(sources, regions, remote_tables, local_tables, strict=True)
+    posts = [
+        functools.partial(source.read, peer, region, remote, local, deadline_s=deadline_s)
+        for source, region, remote, local in parts
+    ]
+    return posts[0]() if len(posts) == 1 else _join(posts)
+
+
+def _join(posts: Sequence[Post]) -> BlockRead:
+    reads = [posts[0]()]
+    failure: PdserveError | None = None
+    for post in posts[1:]:
+        try:
+            reads.append(post())
+        except PdserveError as exc:
+            failure = exc
+            break
+    joined = BlockRead(reads[0].peer, sum(read.nbytes for read in reads), asyncio.get_running_loop())
+    give_up = functools.partial(_give_up, reads)
+    joined.result.add_done_callback(give_up)
+    for read in reads:
+        read.result.add_done_callback(functools.partial(_on_result, joined))
+        read.stopped.add_done_callback(functools.partial(_on_stopped, joined, reads))
+    if failure is not None:
+        joined.fail(failure)
+    return joined
+
+
+def _give_up(reads: Sequence[BlockRead], _: asyncio.Future[ReadResult]) -> None:
+    for read in reads:
+        read.give_up()
+
+
+def _on_result(joined: BlockRead, result: asyncio.Future[ReadResult]) -> None:
+    """Fail the joined read with the error of a group. A cancelled result comes from the joined read itself."""
+    if not result.cancelled() and (error := result.exception()) is not None:
+        assert isinstance(error, PdserveError)
+        joined.fail(error)
+
+
+def _on_stopped(joined: BlockRead, reads: Sequence[BlockRead], _: object) -> None:
+    """Finish the joined read once every group has stopped. A group that has arrived has its result before it stops."""
+    if not all(read.is_stopped for read in reads):
+        return
+    if not joined.result.done():
+        results = [read.result.result() for read in reads]
+        sums = tuple(of_group for result in results for of_group in result.sums)
+        joined.succeed(max(result.duration_s for result in results), sums)
+    joined.mark_stopped()
