@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
 
-from kvtransfer.api import LocalRegion
 from kvtransfer.lease_client import FollowedLease, LeaseClient
 from kvtransfer.pull import PrefillStalled, Pull, PullResult
-from kvtransfer.staging import BlockTransfer, Staging
 from kvtransfer.thread import BlockSource, PoolSource
 from kvtransfer.ticket import Ticket
-from pdserve.config import WorkerConfig
 from pdserve.core.block_pools import BlockTables, count_blocks
 from pdserve.core.errors import IncompatiblePeer, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId
-from pdserve.core.kv_layout import KvSpec
+from pdserve.worker.host import Host
 
 log = logging.getLogger(__name__)
-
-
-class PullHost(Protocol):
-    """The parts of a worker that a pull uses. A `Host` has all of them."""
-
-    @property
-    def kv_spec(self) -> KvSpec:
-        """The KV groups of the worker's pool."""
-        ...
-
-    @property
-    def regions(self) -> Sequence[LocalRegion]:
-        """The region of each KV group of the worker's pool."""
-        ...
-
-    @property
-    def config(self) -> WorkerConfig:
-        """The settings of the worker."""
-        ...
-
-    @property
-    def transfer(self) -> BlockTransfer:
-        """The transfer thread, which reads straight into the pool."""
-        ...
-
-    @property
-    def staging(self) -> Staging | None:
-        """The staging that converts KV of another dtype. None: this worker cannot convert."""
-        ...
 
 
 def speaks_against_pair(error: PdserveError) -> bool:
@@ -66,7 +32,7 @@ class InboundBlocks:
 
     def __init__(
         self,
-        host: PullHost,
+        host: Host,
         leases: LeaseClient,
         reader_id: ReaderId,
         block_tables: BlockTables,

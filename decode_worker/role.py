@@ -11,18 +11,17 @@ Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from decode_worker.inbound import InboundBlocks, speaks_against_pair
-from kvtransfer.lease_client import LeaseClient, PeerLink
+from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import PullResult
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import InternalBug, PdserveError
-from pdserve.core.ids import Handle, ReaderId, SeqId
+from pdserve.core.ids import Handle, ReaderId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
@@ -30,18 +29,14 @@ from pdserve.engine.schedule.collect import OutputToken
 from pdserve.observe.story import Value
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import decode_pb2, link_pb2
-from pdserve.structured.compilations import Compilations
 from pdserve.worker.host import (
     Host,
-    KvDamage,
+    HostedRole,
     OutputStream,
+    RoleRequest,
     WorkKind,
-    broken_grammar,
     fail_foreign,
-    fail_unstarted,
     failed,
-    no_numbers,
-    read_request,
     refuse,
 )
 from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
@@ -49,56 +44,35 @@ from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, Res
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class BoundRequest:
+@dataclass(slots=True, kw_only=True)
+class BoundRequest(RoleRequest):
     """One Bind command, from its arrival until its last token, failure or cancellation. `deadline_s` are the seconds that the
     request had left at its arrival."""
 
-    handle: Handle
-    request_id: str
-    """The router names the request so, and logs repeat it. Nothing is decided by it."""
-    seq_id: SeqId
     reader_id: ReaderId
-    prompt_hash: bytes
-    prompt_len: int
     deadline_s: float
     local_prefill: bool
-    output: OutputStream
     inbound: InboundBlocks | None = None
     task: asyncio.Task[None] | None = None
 
 
-class DecodeRole:
+class DecodeRole(HostedRole[BoundRequest]):
     """The role of one decode worker: its requests, their pulls, and its links to the lenders."""
 
+    name = "decode"
+
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._by_handle: dict[Handle, BoundRequest] = {}
-        self._by_seq: dict[SeqId, BoundRequest] = {}
+        super().__init__(host)
         self._clean_ups: set[asyncio.Task[None]] = set()
         self._binds = 0
-        self._compilations = Compilations(host.start_grammar, functools.partial(fail_unstarted, host))
         self._leases = LeaseClient(
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,
-            make_link=functools.partial(
-                PeerLink,
-                transport=host.config.transfer.transport,
-                model_digest=host.model_digest,
-                open_channel=host.open_channel,
-            ),
+            transport=host.config.transfer.transport,
+            model_digest=host.model_digest,
+            open_channel=host.open_channel,
         )
-
-    @property
-    def leases_held(self) -> int:
-        """Always 0: a decode worker lends nothing."""
-        return 0
-
-    @property
-    def damage(self) -> KvDamage:
-        """Always none: a decode worker lends nothing."""
-        return KvDamage()
 
     @property
     def idle(self) -> bool:
@@ -109,72 +83,29 @@ class DecodeRole:
         """Handle Bind, Attach or Cancel. A command of the other role fails its request, which is served elsewhere."""
         body = message.WhichOneof("body")
         if body == "bind":
-            self._bind(message.bind)
+            self._take(message.bind)
         elif body == "attach":
             self._attach(message.attach)
         elif body == "cancel":
             self._cancel(Handle(message.cancel.handle))
         else:
-            fail_foreign(self._host, message, "decode")
+            fail_foreign(self._host, message, self.name)
 
     def on_step(self, events: StepEvents) -> None:
         """Answer reservations, send the rows of all tokens in one message, and report failed sequences."""
-        for result in events.reserved:
-            request = self._by_seq.get(result.seq_id)
-            if request is None:
-                continue  # cancelled meanwhile; the engine frees the blocks with the Abort that follows
-            try:
-                self._reserved(request, result)
-            except Exception as exc:  # noqa: BLE001 - the other requests of the step must get theirs
-                self._break(request, exc)
-        rows = []
-        for token in events.tokens:
-            request = self._by_seq.get(token.seq_id)
-            if request is None:
-                continue  # the request ended while the step ran
-            try:
-                rows.append(self._token(request, token))
-            except Exception as exc:  # noqa: BLE001 - as above
-                self._break(request, exc)
+        if events.reserved:  # the Abort that follows frees the blocks of a request that was cancelled meanwhile
+            self._each(events.reserved, self._reserved)
+        rows = self._each(events.tokens, self._token)
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
-        for seq_id in events.preempted:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._note(request, WorkKind.PREEMPTED)
-        for seq_id in events.failed:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._fail(request, no_numbers(self._host))
-        for seq_id, reason in events.grammars_failed:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._fail(request, broken_grammar(reason))
-
-    def on_tick(self) -> None:
-        """Do nothing: a decode worker has no lease that could expire."""
-
-    def on_link_lost(self) -> None:
-        """Cancel all requests, because the router has dropped them."""
-        self._compilations.cancel_all()
-        for handle in list(self._by_handle):
-            self._cancel(handle)
+        if events.preempted or events.failed or events.grammars_failed:
+            self._take_losses(events)
 
     async def close(self) -> None:
         """Cancel all requests, wait until their reads have stopped, and close the links to the lenders."""
-        self.on_link_lost()
-        self._compilations.close()
+        await super().close()
         await asyncio.gather(*self._clean_ups, return_exceptions=True)
         await self._leases.close()
-
-    def _bind(self, command: decode_pb2.Bind) -> None:
-        handle = Handle(command.handle)
-        try:
-            spec, resumed = read_request(command, self._host)
-            if spec.constraint is None or self._host.draining:
-                self._begin(command, spec, resumed, None)
-            else:
-                then = functools.partial(self._begin, command, spec, resumed)
-                self._compilations.begin(handle, command.request_id, spec.constraint, then)
-        except PdserveError as exc:
-            fail_unstarted(self._host, handle, command.request_id, exc)
 
     def _begin(
         self, command: decode_pb2.Bind, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
@@ -194,15 +125,15 @@ class DecodeRole:
         self._host.stories.note(command.request_id, WorkKind.RECEIVED, tokens=prompt_len, local_prefill=local)
         self._binds += 1
         self._by_handle[handle] = self._by_seq[seq_id] = BoundRequest(
-            handle,
-            command.request_id,
-            seq_id,
-            ReaderId(self._host.incarnation, self._binds),
-            prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt),
-            prompt_len,
-            command.deadline_s,
-            command.local_prefill,
-            OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends),
+            handle=handle,
+            request_id=command.request_id,
+            seq_id=seq_id,
+            reader_id=ReaderId(self._host.incarnation, self._binds),
+            prompt_hash=prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt),
+            prompt_len=prompt_len,
+            deadline_s=command.deadline_s,
+            local_prefill=command.local_prefill,
+            output=OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends),
         )
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
@@ -225,9 +156,6 @@ class DecodeRole:
             )
         cached = result.hits * self._host.kv_spec.block_size if request.local_prefill else None
         self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle, cached_tokens=cached)))
-
-    def _note(self, request: BoundRequest, kind: WorkKind, **fields: Value) -> None:
-        self._host.stories.note(request.request_id, kind, **fields)
 
     def _no_room(self, handle: Handle, request_id: str, prompt_len: int, shortage: Shortage | None = None) -> None:
         """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
@@ -309,11 +237,6 @@ class DecodeRole:
             self._drop(request, release=True)
             self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
-
-    def _break(self, request: BoundRequest, exc: Exception) -> None:
-        """Fail only this request, because our own code failed at it. Call this while the exception is handled."""
-        log.exception("request %s", request.request_id)
-        self._fail(request, InternalBug(f"decode worker: {exc!r}"))
 
     def _drop(self, request: BoundRequest, *, release: bool) -> None:
         """Release all that this request holds here. The engine frees its blocks before its next step.

@@ -14,11 +14,12 @@ import functools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc.aio
 
 from kvtransfer.lease_service import MAX_RENEWALS, versions_differ
+from kvtransfer.thread import TransferThread
 from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import (
@@ -51,19 +52,6 @@ class Committed:
     rotted_blocks: int | None = None
 
 
-class Lender(Protocol):
-    """The calls that a followed lease makes on its lender."""
-
-    async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
-        """Send Commit and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
-
-    async def release(self, lease_id: LeaseId, proof: bytes) -> None:
-        """Send Release. Never raises a `PdserveError`."""
-
-    def unfollow(self, lease: FollowedLease) -> None:
-        """Stop renewing the lease for this follower."""
-
-
 class FollowedLease:
     """One follower of one lease, which is renewed in the background until `close`. The loop owns it. Each call on the lender
     carries `proof`, which comes from the ticket.
@@ -71,7 +59,7 @@ class FollowedLease:
     The state only moves forward: views that arrive late or twice change nothing, and an error is final.
     """
 
-    def __init__(self, lease_id: LeaseId, prompt_len: int, proof: bytes, lender: Lender) -> None:
+    def __init__(self, lease_id: LeaseId, prompt_len: int, proof: bytes, lender: PeerLink) -> None:
         self.lease_id = lease_id
         self.proof = proof
         self.prompt_len = prompt_len
@@ -445,46 +433,10 @@ IDLE_CLOSE_S: Final = 180.0
 """A link that follows no lease for so long is closed. Opening it again costs a handshake of a few milliseconds."""
 
 
-class Connector(Protocol):
-    """The part of a `TransferThread` that connects to peers."""
-
-    async def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
-        """Make a peer's pool readable. See `TransferThread.connect`."""
-
-    def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer. See `TransferThread.disconnect`."""
-
-
-class LenderLink(Protocol):
-    """The link to one incarnation of one lender. `PeerLink` is the one over gRPC; all links fail with the same errors."""
-
-    incarnation: Incarnation
-    address: str
-
-    @property
-    def num_followed(self) -> int:
-        """The number of followers of all leases."""
-
-    async def handshake(self) -> bytes:
-        """Return the lender's agent metadata."""
-
-    async def follow(self, lease_id: LeaseId, prompt_len: int, proof: bytes) -> FollowedLease:
-        """Follow a lease and renew it until it is closed."""
-
-    async def close(self) -> None:
-        """Release the link. Followed leases fail."""
-
-
-class MakeLink(Protocol):
-    """A function that makes a link to one incarnation of a lender."""
-
-    def __call__(self, incarnation: Incarnation, address: str, config: LeaseConfig, *, cluster_token: str) -> LenderLink: ...
-
-
 class _Entry:
     """A link with its one handshake, the number of attaches under way, and the timer that closes it when it is idle."""
 
-    def __init__(self, link: LenderLink, handshake: asyncio.Task[bytes]) -> None:
+    def __init__(self, link: PeerLink, handshake: asyncio.Task[bytes]) -> None:
         self.link = link
         self.handshake = handshake
         self.num_attaching = 0
@@ -500,18 +452,26 @@ class LeaseClient:
 
     def __init__(
         self,
-        connector: Connector,
+        transfer: TransferThread,
         config: LeaseConfig,
         *,
         cluster_token: str,
         idle_close_s: float = IDLE_CLOSE_S,
-        make_link: MakeLink = PeerLink,
+        transport: str = DEFAULT_TRANSPORT,
+        model_digest: str = "",
+        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
-        self._connector = connector
-        self._config = config
-        self._cluster_token = cluster_token
+        """`transport`, `model_digest` and `open_channel` are those of each `PeerLink`."""
+        self._transfer = transfer
         self._idle_close_s = idle_close_s
-        self._make_link = make_link
+        self._make_link = functools.partial(
+            PeerLink,
+            config=config,
+            cluster_token=cluster_token,
+            transport=transport,
+            model_digest=model_digest,
+            open_channel=open_channel,
+        )
         self._entries: dict[Incarnation, _Entry] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -541,7 +501,7 @@ class LeaseClient:
         try:
             async with asyncio.timeout(deadline_s):
                 metadata = await self._handshake(entry)
-                await self._connector.connect(ticket.incarnation, metadata)
+                await self._transfer.connect(ticket.incarnation, metadata)
                 return await entry.link.follow(lease_id, ticket.prompt_len, ticket.proof)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
@@ -559,7 +519,7 @@ class LeaseClient:
     def _entry(self, ticket: Ticket) -> _Entry:
         entry = self._entries.get(ticket.incarnation)
         if entry is None:
-            link = self._make_link(ticket.incarnation, ticket.peer_address, self._config, cluster_token=self._cluster_token)
+            link = self._make_link(ticket.incarnation, ticket.peer_address)
             handshake = asyncio.create_task(link.handshake())
             entry = self._entries[ticket.incarnation] = _Entry(link, handshake)
             handshake.add_done_callback(functools.partial(self._on_handshake_done, entry))
@@ -599,7 +559,7 @@ class LeaseClient:
         if entry.idle_timer is not None:
             entry.idle_timer.cancel()
         entry.handshake.cancel()
-        self._connector.disconnect(entry.link.incarnation)
+        self._transfer.disconnect(entry.link.incarnation)
         task = asyncio.create_task(entry.link.close(), name=f"close {entry.link.address}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

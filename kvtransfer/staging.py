@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from kvtransfer.api import LocalRegion, RemoteRegion
-from kvtransfer.thread import BlockRead, BlockSource, PoolReads
+from kvtransfer.thread import BlockRead, BlockSource, TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import InternalBug, PdserveError, TransferFailed
@@ -117,7 +117,7 @@ T = TypeVar("T")
 
 
 class Converter(Protocol):
-    """An executor that runs one piece of work after the other, in order."""
+    """An executor that runs one piece of work after the other, in order. A simulation has one without a thread."""
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work`, wait for its end, and return its result. Raises what `work` raises."""
@@ -158,7 +158,8 @@ that does not stop."""
 
 
 class StagingBlocks(Protocol):
-    """Blocks of a peer's layout in our memory, which stays where it is for the life of the process."""
+    """Blocks of a peer's layout in our memory, which stays where it is for the life of the process. The worker's `StagedKv` is
+    made of tensors, which this package does not know."""
 
     @property
     def region(self) -> LocalRegion:
@@ -174,13 +175,6 @@ class StagingBlocks(Protocol):
         The blocks hold `tokens` tokens in this order; all are full except the last.
         """
         ...
-
-
-class BlockTransfer(PoolReads, Protocol):
-    """The part of the `TransferThread` that staging uses."""
-
-    def become_unhealthy(self, reason: str) -> None:
-        """Report that this process must end. See `TransferThread.become_unhealthy`."""
 
 
 @dataclass(slots=True)
@@ -208,7 +202,7 @@ class Staging:
 
     def __init__(
         self,
-        transfer: BlockTransfer,
+        transfer: TransferThread,
         make_blocks: Callable[[KvGroup, int], StagingBlocks],
         *,
         num_blocks: int = STAGING_BLOCKS,

@@ -29,6 +29,7 @@ from typing import Any, Final, NewType, Protocol
 
 from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, Transport, TransportRead
 from pdserve.config import LeaseConfig
+from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import InternalBug, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockSum, Incarnation
 
@@ -113,32 +114,11 @@ class BlockSource(Protocol):
         ...
 
 
-class PoolReads(Protocol):
-    """The part of the `TransferThread` that reads into any region of ours."""
-
-    def read(
-        self,
-        peer: Incarnation,
-        region: RemoteRegion,
-        remote_blocks: Sequence[int],
-        local_blocks: Sequence[int],
-        *,
-        deadline_s: float,
-        into: LocalRegion,
-    ) -> BlockRead:
-        """Start a read into `into`. See `TransferThread.read`."""
-        ...
-
-    def deadline_s(self, peer: Incarnation, nbytes: int, config: LeaseConfig) -> float:
-        """Return the seconds that a read may take. See `TransferThread.deadline_s`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PoolSource:
     """The source that reads straight into one KV group of our pool."""
 
-    transfer: PoolReads
+    transfer: TransferThread
     region: LocalRegion
 
     def read(
@@ -220,13 +200,6 @@ class Pace:
 logger = logging.getLogger(__name__)
 
 ReadId = NewType("ReadId", int)
-
-
-class SumBlocks(Protocol):
-    """A function that returns checksums over all stored bytes of these blocks of one region, in order. It blocks, and any
-    thread may call it."""
-
-    def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]: ...
 
 
 POLL_MIN_S: Final = 50e-6  # a small read over TCP takes about 100 us

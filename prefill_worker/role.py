@@ -13,72 +13,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
-from pdserve.core.errors import InternalBug, PdserveError, Unavailable
+from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseTable
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
-from pdserve.engine.schedule.collect import OutputToken
-from pdserve.observe.story import Value
+from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import link_pb2, peer_pb2_grpc, prefill_pb2
-from pdserve.structured.compilations import Compilations
 from pdserve.worker.host import (
     Host,
+    HostedRole,
     KvDamage,
     OutputStream,
+    RoleRequest,
     WorkKind,
-    broken_grammar,
     fail_foreign,
-    fail_unstarted,
     failed,
-    no_numbers,
-    read_request,
     refuse,
 )
 from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
+@dataclass(slots=True, kw_only=True)
+class LentRequest(RoleRequest):
+    """One Prefill command, from its arrival until its lease has ended."""
 
-@dataclass(slots=True)
-class LentRequest:
-    """One Prefill command, from its arrival until its lease has ended. `received_s` is its arrival on the loop's clock."""
-
-    handle: Handle
-    request_id: str
-    """The router names the request so, and logs repeat it. Nothing is decided by it."""
-    seq_id: SeqId
-    prompt_hash: bytes
-    prompt_len: int
-    output: OutputStream
     lease_id: LeaseId | None = None
-    failed: bool = False
-    """It has failed here, and its lease waits for its end."""
 
 
-class PrefillRole:
+class PrefillRole(HostedRole[LentRequest]):
     """The role of one prefill worker: its requests, its leases and the services for its readers."""
 
+    name = "prefill"
+
     def __init__(self, host: Host) -> None:
-        self._host = host
+        super().__init__(host)
         self._clock = asyncio.get_running_loop().time
         self._table = LeaseTable(host.incarnation, ttl_s=host.config.lease.ttl_s)
-        self._by_handle: dict[Handle, LentRequest] = {}
-        self._by_seq: dict[SeqId, LentRequest] = {}
-        self._compilations = Compilations(host.start_grammar, partial(fail_unstarted, host))
         token = host.config.cluster_token
         self._rehashes: dict[SeqId, asyncio.Future[int]] = {}
         self._rotted_blocks = 0
@@ -112,31 +92,22 @@ class PrefillRole:
         """Handle Prefill or Cancel. A command of the other role fails its request, which is served elsewhere."""
         body = message.WhichOneof("body")
         if body == "prefill":
-            self._prefill(message.prefill)
+            self._take(message.prefill)
         elif body == "cancel":
             self._cancel(Handle(message.cancel.handle))
         else:
-            fail_foreign(self._host, message, "prefill")
+            fail_foreign(self._host, message, self.name)
 
     def on_step(self, events: StepEvents) -> None:
         """Grant leases, advance watermarks, send token 0 to the router, and pass checksums on."""
         for lent in events.lent:
-            if lent.seq_id in self._by_seq:
-                self._attempt(lent.seq_id, self._grant, lent)
-            else:  # the request has ended meanwhile; its blocks carry the lease's references already
+            if lent.seq_id not in self._by_seq:  # the request has ended; its blocks carry the lease's references already
                 self._host.submit(ReturnLease(lent.seq_id))
-        for seq_id, computed in events.advanced:
-            self._attempt(seq_id, self._advance, computed)
-        rows = [row for token in events.tokens if (row := self._attempt(token.seq_id, self._finish, token)) is not None]
-        for seq_id in events.preempted:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._note(request, WorkKind.PREEMPTED)
-        for seq_id in events.failed:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._fail(request, no_numbers(self._host))
-        for seq_id, reason in events.grammars_failed:
-            if (request := self._by_seq.get(seq_id)) is not None:
-                self._fail(request, broken_grammar(reason))
+        self._each(events.lent, self._grant)
+        self._each(events.advanced, self._advance)
+        rows = self._each(events.tokens, self._finish)
+        if events.preempted or events.failed or events.grammars_failed:
+            self._take_losses(events)
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
         for sealed in events.sealed:
@@ -145,49 +116,11 @@ class PrefillRole:
             self._rehashed(rehashed)
         self._return_leases()
 
-    def _attempt(self, seq_id: SeqId, act: Callable[[LentRequest, Item], Result], item: Item) -> Result | None:
-        """Handle one request's part of a step. If our own code fails, only this request fails, and it gives up its blocks.
-
-        Return None also for a request that has ended or failed.
-        """
-        request = self._by_seq.get(seq_id)
-        if request is None or request.failed:
-            return None
-        try:
-            return act(request, item)
-        except Exception as exc:
-            log.exception("request %s", request.request_id)
-            self._fail(request, InternalBug(f"prefill worker: {exc!r}"))
-            return None
-
     def on_tick(self) -> None:
         """End the leases that are due, and check the table."""
         self._table.expire_due(now_s=self._clock())
         self._table.check_invariants()
         self._return_leases()
-
-    def on_link_lost(self) -> None:
-        """Cancel all requests, because the router has dropped them."""
-        self._compilations.cancel_all()
-        for handle in list(self._by_handle):
-            self._cancel(handle)
-
-    async def close(self) -> None:
-        """Cancel all requests."""
-        self.on_link_lost()
-        self._compilations.close()
-
-    def _prefill(self, command: prefill_pb2.Prefill) -> None:
-        handle = Handle(command.handle)
-        try:
-            spec, resumed = read_request(command, self._host)
-            if spec.constraint is None or self._host.draining:
-                self._begin(command, spec, resumed, None)
-            else:
-                then = partial(self._begin, command, spec, resumed)
-                self._compilations.begin(handle, command.request_id, spec.constraint, then)
-        except PdserveError as exc:
-            fail_unstarted(self._host, handle, command.request_id, exc)
 
     def _begin(
         self, command: prefill_pb2.Prefill, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None
@@ -204,12 +137,16 @@ class PrefillRole:
         ends, tokenizer = self._host.card.eos_token_ids, self._host.tokenizer
         output = OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends)
         name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
-        request = LentRequest(handle, command.request_id, seq_id, name, len(spec.prompt_ids) + len(resumed), output)
+        request = LentRequest(
+            handle=handle,
+            request_id=command.request_id,
+            seq_id=seq_id,
+            prompt_hash=name,
+            prompt_len=len(spec.prompt_ids) + len(resumed),
+            output=output,
+        )
         self._by_handle[handle] = self._by_seq[seq_id] = request
         self._note(request, WorkKind.RECEIVED, tokens=request.prompt_len, resumed=len(resumed))
-
-    def _note(self, request: LentRequest, kind: WorkKind, **fields: Value) -> None:
-        self._host.stories.note(request.request_id, kind, **fields)
 
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.pop(handle, None)
@@ -293,7 +230,8 @@ class PrefillRole:
             self._table.release_all_over(rehashed.rotted, now_s=self._clock())
         self._rehashes.pop(rehashed.seq_id).set_result(len(rehashed.rotted))
 
-    def _advance(self, request: LentRequest, computed: int) -> None:
+    def _advance(self, request: LentRequest, advance: Advance) -> None:
+        computed = advance.computed
         if request.lease_id is not None and computed < request.prompt_len:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
             self._note(request, WorkKind.COMPUTED, tokens=computed)

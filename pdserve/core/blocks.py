@@ -97,7 +97,7 @@ TRANSITIONS: Final[dict[tuple[BlockState, BlockEvent], BlockState]] = {
     (_S.QUARANTINED, _E.READ_STOPPED): _S.FREE,
 }
 
-SumBlocks = Callable[[Sequence[BlockId]], tuple[BlockSum, ...]]
+SumBlocks = Callable[[Sequence[int]], tuple[BlockSum, ...]]
 """A function that returns the checksum over all stored bytes of each of these blocks of one KV group, in order."""
 
 MAX_HISTORY: Final = 32

@@ -29,7 +29,6 @@ from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
 from pdserve.core.roofline.step_counts import StepCounts
 from pdserve.core.step_plan import Sampled, StepPlan
-from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.collect import Final as FinalBlocks
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -83,27 +82,48 @@ class EngineSteps:
         self._commands_taken = 0
         self._numerical_errors = 0
         self._last_seq_id = SeqId(0)
-
-    @property
-    def has_work(self) -> bool:
-        """True when the engine can go on without a further command."""
-        return self._scheduler.has_work
+        self.has_work = False
+        """True when the engine can go on without a further command. Only `begin` and `finish` change it."""
 
     def begin(self, commands: Collection[Command]) -> tuple[StepPlan, StepEvents | None]:
         """Apply the commands. Return the plan of the next step, and the events that the loop needs before that step, or None.
 
         The plan is empty when there is nothing to compute; `finish` must not follow then.
         """
+        scheduler = self._scheduler
         self._commands_taken += len(commands)
         reserved, rehashed, lent = [], [], []
         for command in commands:
-            match self._apply(command):
-                case ReserveResult() as result:
-                    reserved.append(result)
-                case Rehashed() as result:
-                    rehashed.append(result)
-        plan = self._plan = self._scheduler.plan()
-        for seq_id, tables, hits in self._scheduler.take_admitted():
+            match command:
+                case AddLent(seq_id, spec, resumed, grammar):
+                    self._last_seq_id = seq_id
+                    scheduler.add(seq_id, spec, kind=SequenceKind.LENT, resumed=resumed, grammar=grammar)
+                case Reserve(seq_id, spec, local, resumed, grammar):
+                    self._last_seq_id = seq_id
+                    room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed, grammar=grammar)
+                    if room is None:
+                        reserved.append(ReserveResult(seq_id, None, shortage=scheduler.shortage))
+                    else:
+                        reserved.append(ReserveResult(seq_id, room.block_tables, room.hits))
+                case Activate(seq_id, first_token):
+                    scheduler.activate(seq_id, first_token)
+                case Abort(seq_id, read_in_flight):
+                    scheduler.abort(seq_id, read_in_flight=read_in_flight)
+                case EndQuarantine(seq_id):
+                    scheduler.end_quarantine(seq_id)
+                case ReturnLease(seq_id):
+                    scheduler.return_lease(seq_id)
+                case SetBudget(tokens, seqs):
+                    if tokens:
+                        scheduler.set_budget(tokens)
+                    if seqs:
+                        scheduler.set_max_num_seqs(seqs)
+                case Rehash(seq_id):
+                    rehashed.append(self._rehash(seq_id))
+                case SetLending(lends):
+                    self._set_lending(lends)
+        plan = self._plan = scheduler.plan()
+        for seq_id, tables, hits in scheduler.take_admitted():
             lent.append(Lent(seq_id, tables, self._sums_of(seq_id, hits), hits))
         if plan.slices and not (lent or reserved or rehashed):
             return plan, None
@@ -111,19 +131,21 @@ class EngineSteps:
         early = StepEvents(lent=tuple(lent), reserved=tuple(reserved), rehashed=tuple(rehashed))
         if not plan.slices:
             self._check()
-            early = early._replace(snapshot=self._snapshot(self._scheduler.has_work))
+            self.has_work = scheduler.has_work
+            early = early._replace(snapshot=self._snapshot())
         return plan, early
 
     def finish(self, sampled: list[Sampled], step_s: float = 0.0) -> StepEvents:
         """Give the drawn tokens to the scheduler, and return the events of the step. `sampled` has a token for each sample of
         the plan, in order. `step_s` is the time since the step began, in seconds; 0: nobody measured it."""
-        self._scheduler.took(step_s)
-        outcome = self._scheduler.collect(sampled)
+        scheduler = self._scheduler
+        scheduler.took(step_s)
+        outcome = scheduler.collect(sampled)
         self._final = outcome.final
         self._unchecked += 1
         self._numerical_errors += len(outcome.failed)
-        goes_on = self._scheduler.has_work
-        prompt_tokens, drawn = self._scheduler.step_tokens[0], len(outcome.tokens)
+        self.has_work = goes_on = scheduler.has_work
+        prompt_tokens, drawn = scheduler.step_tokens[0], len(outcome.tokens)
         self._counts.add(self._plan, prompt_tokens=prompt_tokens, output_tokens=drawn, step_s=step_s, idle=not goes_on)
         return StepEvents(
             advanced=outcome.advanced,
@@ -131,7 +153,7 @@ class EngineSteps:
             preempted=outcome.preempted,
             failed=outcome.failed,
             grammars_failed=outcome.grammars_failed,
-            snapshot=self._snapshot(goes_on),
+            snapshot=self._snapshot(),
         )
 
     def seal(self) -> StepEvents | None:
@@ -180,43 +202,6 @@ class EngineSteps:
             self._pool.withdraw(holder, min(position for position, _ in rotted))
         return Rehashed(seq_id, tuple([block for _, block in rotted]))
 
-    def _apply(self, command: Command) -> ReserveResult | Rehashed | None:
-        scheduler = self._scheduler
-        match command:
-            case AddLent(seq_id, spec, resumed, grammar):
-                self._last_seq_id = seq_id
-                scheduler.add(seq_id, spec, kind=SequenceKind.LENT, resumed=resumed)
-                self._constrain(seq_id, grammar)
-            case Reserve(seq_id, spec, local, resumed, grammar):
-                self._last_seq_id = seq_id
-                room = scheduler.reserve(seq_id, spec, local_prefill=local, resumed=resumed)
-                if room is None:
-                    return ReserveResult(seq_id, None, shortage=scheduler.shortage)
-                self._constrain(seq_id, grammar)
-                return ReserveResult(seq_id, room.block_tables, room.hits)
-            case Activate(seq_id, first_token):
-                scheduler.activate(seq_id, first_token)
-            case Abort(seq_id, read_in_flight):
-                scheduler.abort(seq_id, read_in_flight=read_in_flight)
-            case EndQuarantine(seq_id):
-                scheduler.end_quarantine(seq_id)
-            case ReturnLease(seq_id):
-                scheduler.return_lease(seq_id)
-            case SetBudget(tokens, seqs):
-                if tokens:
-                    scheduler.set_budget(tokens)
-                if seqs:
-                    scheduler.set_max_num_seqs(seqs)
-            case Rehash(seq_id):
-                return self._rehash(seq_id)
-            case SetLending(lends):
-                self._set_lending(lends)
-        return None
-
-    def _constrain(self, seq_id: SeqId, grammar: GrammarState | None) -> None:
-        if grammar is not None:
-            self._scheduler.constrain(seq_id, grammar)
-
     def _set_lending(self, lends: bool) -> None:
         """Begin or stop to sum blocks. A lease inherits the checksums of cached blocks, so a lender has those of all.
 
@@ -238,7 +223,7 @@ class EngineSteps:
             self._unchecked = 0
             self._scheduler.check_invariants()
 
-    def _snapshot(self, has_work: bool) -> EngineSnapshot:
+    def _snapshot(self) -> EngineSnapshot:
         scheduler, counts = self._scheduler, self._counts
         load = WorkerLoad(
             blocks=self._pool.counts(),
@@ -263,7 +248,7 @@ class EngineSteps:
             experts=counts.experts,
         )
         keys = self._pool.published.take()
-        return EngineSnapshot(load, self._commands_taken, has_work, self._last_seq_id, keys)
+        return EngineSnapshot(load, self._commands_taken, self.has_work, self._last_seq_id, keys)
 
 
 def _lent(seq_id: SeqId) -> Holder:
@@ -376,8 +361,8 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """A mailbox into which one thread puts items. The owner closes it once that thread has ended."""
 
-    def __init__(self, take: Callable[[T], None]) -> None:
-        self._take = take
+    def __init__(self) -> None:
+        self._take: Callable[[T], None] | None = None
         self._items: deque[T] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
@@ -392,8 +377,9 @@ class Mailbox(Generic[T]):
                 self._woken = True
                 os.eventfd_write(self._fd, 1)
 
-    def attach(self) -> None:
-        """Take items from now on, first those that were put before. Call it on the loop's thread."""
+    def attach(self, take: Callable[[T], None]) -> None:
+        """Give items to `take` from now on, first those that were put before. Call it on the loop's thread."""
+        self._take = take
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._look)
 
@@ -412,6 +398,7 @@ class Mailbox(Generic[T]):
 
     def _look(self) -> None:
         assert self._loop is not None
+        assert self._take is not None
         os.eventfd_read(self._fd)
         self._woken = False  # before the items are taken, so that an item that is put now wakes the loop again
         while self._items:
@@ -497,6 +484,8 @@ class EngineView:
         """All keys that the pool holds. None: it shares no prefixes."""
         self.seq_ids = itertools.count(1)
         """The ids of new sequences. An engine never uses one twice, so all lives of its worker take theirs from here."""
+        self.take: Callable[[StepEvents], None] | None = None
+        """The role of the present life: it gets the events of each step once this view has taken them. None: there is none."""
         self._submit = submit
 
     def submit(self, command: Command) -> None:
@@ -505,12 +494,14 @@ class EngineView:
         self.watch.submitted()
 
     def on_step(self, events: StepEvents) -> None:
-        """Take the events of an engine step."""
+        """Take the events of an engine step, and give them to the role."""
         self.watch.heard(events)
         if events.snapshot is not None:
             self.snapshot = events.snapshot
             if events.snapshot.keys is not None and self.prefixes is not None:
                 self.prefixes.note(events.snapshot.keys)
+        if self.take is not None:
+            self.take(events)
 
     @property
     def empty(self) -> bool:

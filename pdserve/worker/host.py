@@ -7,14 +7,16 @@ commands in the same way, write the stories of their requests, and turn tokens i
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
 
@@ -23,13 +25,15 @@ from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
-from pdserve.core.errors import InvalidRequest, NumericalError, PdserveError, Unavailable
+from pdserve.core.errors import InternalBug, InvalidRequest, NumericalError, PdserveError, Unavailable
 from pdserve.core.ids import Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.structured.constraint import FIELD
+from pdserve.core.structured.grammar_state import GrammarState
+from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.observe.story import Story, StoryRing, Value
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
@@ -39,10 +43,10 @@ from pdserve.rpc.story import entries_to_wire
 from pdserve.rpc.v1 import link_pb2, story_pb2
 from pdserve.rpc.v1.decode_pb2 import Bind
 from pdserve.rpc.v1.prefill_pb2 import Prefill
-from pdserve.structured.compilations import StartGrammar, no_grammars
+from pdserve.structured.compilations import Compilations, StartGrammar, no_grammars
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.worker.messages import Command, StepEvents
+from pdserve.worker.messages import Command, Lent, ReserveResult, StepEvents
 
 if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
     from torch import Tensor
@@ -141,37 +145,6 @@ class KvDamage:
     rotted_blocks: int = 0
 
 
-class HostedRole(Protocol):
-    """The role of a worker, prefill or decode. All methods run on the loop thread."""
-
-    def on_command(self, message: link_pb2.RouterMessage) -> None:
-        """Handle one command of the router."""
-
-    def on_step(self, events: StepEvents) -> None:
-        """Handle the events of one engine step."""
-
-    def on_link_lost(self) -> None:
-        """Drop all that the router had placed here, because the link to it is lost."""
-
-    def on_tick(self) -> None:
-        """Do the periodic work. The worker calls this at every heartbeat."""
-
-    @property
-    def leases_held(self) -> int:
-        """The number of leases that this worker has granted and still holds."""
-
-    @property
-    def damage(self) -> KvDamage:
-        """The damaged blocks of KV since the start."""
-
-    @property
-    def idle(self) -> bool:
-        """True when no request, lease, read or clean-up is left. The engine may still run its last step."""
-
-    async def close(self) -> None:
-        """Drop all requests, and wait until their reads have stopped."""
-
-
 @dataclass(slots=True)
 class Host:
     """The parts of a worker that its role may use. Only the loop thread uses them, except the immutable ones."""
@@ -219,7 +192,7 @@ class Host:
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
-async def close_role(role: HostedRole, transfer: TransferThread) -> bool:
+async def close_role(role: HostedRole[Any], transfer: TransferThread) -> bool:
     """Close role and transport at the same time: the role waits until its reads have stopped, and a read that does not stop by
     itself stops with the transport. The wait for the role ends after `CLOSE_TIMEOUT_S`. Return True if both have closed."""
     results = await asyncio.gather(_close_in_time(role), transfer.close(), return_exceptions=True)
@@ -231,12 +204,12 @@ async def close_role(role: HostedRole, transfer: TransferThread) -> bool:
     return all(result is None for result in results)
 
 
-async def _close_in_time(role: HostedRole) -> None:
+async def _close_in_time(role: HostedRole[Any]) -> None:
     async with asyncio.timeout(CLOSE_TIMEOUT_S):
         await role.close()
 
 
-RoleFactory = Callable[[Host], HostedRole]
+RoleFactory = Callable[[Host], "HostedRole[Any]"]
 
 
 def region_of(kv: KvCache) -> Region:
@@ -278,16 +251,6 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[RequestSpec, tupl
             field="resumed",
         )
     return spec, resumed
-
-
-def no_numbers(host: Host) -> NumericalError:
-    """Make the error of a sequence whose logits were not finite numbers."""
-    return NumericalError(f"the logits of a step were not finite numbers on worker {host.config.worker_id}")
-
-
-def broken_grammar(reason: str) -> InvalidRequest:
-    """Make the error of a sequence whose grammar cannot go on. The same request would fail anywhere."""
-    return InvalidRequest(reason, field=FIELD)
 
 
 def fail_foreign(host: Host, message: link_pb2.RouterMessage, role: str) -> None:
@@ -394,3 +357,136 @@ class OutputStream:
         if self._text.stopped:
             row.stop_string = 1 + self._stops.index(self._text.stop_string)
         return row
+
+
+@dataclass(slots=True, kw_only=True)
+class RoleRequest:
+    """One command that begins work here, from its arrival until nothing of it is left."""
+
+    handle: Handle
+    request_id: str
+    """The router names the request so, and logs repeat it. Nothing is decided by it."""
+    seq_id: SeqId
+    prompt_hash: bytes
+    prompt_len: int
+    output: OutputStream
+    failed: bool = False
+    """It has failed here, and what is left of it waits for its end."""
+
+
+Request = TypeVar("Request", bound=RoleRequest)
+Item = TypeVar("Item", Lent, ReserveResult, Advance, OutputToken)
+Result = TypeVar("Result")
+
+
+class HostedRole(ABC, Generic[Request]):
+    """The role of a worker, prefill or decode: its requests, and the ring around each of them. Loop thread only.
+
+    A fault of ours in one request costs only that request: see `_each`. A fault of the engine costs the worker.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._by_handle: dict[Handle, Request] = {}
+        self._by_seq: dict[SeqId, Request] = {}
+        self._compilations = Compilations(host.start_grammar, functools.partial(fail_unstarted, host))
+
+    @abstractmethod
+    def on_command(self, message: link_pb2.RouterMessage) -> None:
+        """Handle one command of the router."""
+
+    @abstractmethod
+    def on_step(self, events: StepEvents) -> None:
+        """Handle the events of one engine step."""
+
+    def on_link_lost(self) -> None:
+        """Cancel all requests, because the link is lost and the router has dropped them."""
+        self._compilations.cancel_all()
+        for handle in list(self._by_handle):
+            self._cancel(handle)
+
+    def on_tick(self) -> None:
+        """Do the periodic work. The worker calls this at every heartbeat."""
+
+    @property
+    def leases_held(self) -> int:
+        """The number of leases that this worker has granted and still holds."""
+        return 0
+
+    @property
+    def damage(self) -> KvDamage:
+        """The damaged blocks of KV since the start."""
+        return KvDamage()
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """True when no request, lease, read or clean-up is left. The engine may still run its last step."""
+
+    async def close(self) -> None:
+        """Drop all requests, and wait until their reads have stopped."""
+        self.on_link_lost()
+        self._compilations.close()
+
+    def _take(self, command: Prefill | Bind) -> None:
+        """Check a command that begins a request, compile its grammar if it has one, and then `_begin` it."""
+        handle = Handle(command.handle)
+        try:
+            spec, resumed = read_request(command, self._host)
+            if spec.constraint is None or self._host.draining:
+                self._begin(command, spec, resumed, None)
+            else:
+                then = functools.partial(self._begin, command, spec, resumed)
+                self._compilations.begin(handle, command.request_id, spec.constraint, then)
+        except PdserveError as exc:
+            fail_unstarted(self._host, handle, command.request_id, exc)
+
+    def _each(self, items: Sequence[Item], act: Callable[[Request, Item], Result | None]) -> list[Result]:
+        """Handle the parts of an engine step, each of one request, and return what `act` returns for them.
+
+        If our own code fails at a part, only its request fails. Parts of requests that have ended or failed are left out.
+        """
+        results = []
+        for item in items:
+            request = self._by_seq.get(item.seq_id)
+            if request is None or request.failed:
+                continue
+            try:
+                result = act(request, item)
+            except Exception as exc:
+                log.exception("request %s", request.request_id)
+                self._fail(request, InternalBug(f"{self.name} worker: {exc!r}"))
+            else:
+                if result is not None:
+                    results.append(result)
+        return results
+
+    def _take_losses(self, events: StepEvents) -> None:
+        """Note which requests were preempted, and fail those that the engine could not go on with."""
+        for seq_id in events.preempted:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._note(request, WorkKind.PREEMPTED)
+        for seq_id in events.failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                worker_id = self._host.config.worker_id
+                self._fail(request, NumericalError(f"the logits of a step were not finite numbers on worker {worker_id}"))
+        for seq_id, reason in events.grammars_failed:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail(request, InvalidRequest(reason, field=FIELD))  # the same request would fail anywhere
+
+    def _note(self, request: Request, kind: WorkKind, **fields: Value) -> None:
+        self._host.stories.note(request.request_id, kind, **fields)
+
+    @abstractmethod
+    def _begin(self, command: Any, spec: RequestSpec, resumed: tuple[int, ...], grammar: GrammarState | None) -> None:
+        """Give a request to the engine, or refuse it."""
+
+    @abstractmethod
+    def _cancel(self, handle: Handle) -> None:
+        """Drop a request, because the router has cancelled or dropped it."""
+
+    @abstractmethod
+    def _fail(self, request: Request, error: PdserveError) -> None:
+        """Tell the router that a request has failed here, and release what nobody else needs of it."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -25,7 +25,7 @@ from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_thread import LOOK_S, EngineView
 from pdserve.worker.host import CLOSE_TIMEOUT_S, Host, HostedRole, RoleFactory
 from pdserve.worker.link import MakeBeats, RouterLink
-from pdserve.worker.messages import SetBudget, StepEvents
+from pdserve.worker.messages import SetBudget
 from pdserve.worker.prefix_log import PrefixCursor
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,12 @@ class LinkMember:
         make_beats: MakeBeats | None = Beats,
     ) -> None:
         """`engine` is the view that the member before had, if the process served another role. `flips` counts these members."""
-        self.role: HostedRole | None = None
+        self.role: HostedRole[Any] | None = None
         self.loop_lag_ms = 0.0
         self._config = config
         self._role_number = role_number
         self._engine = engine
+        engine.take = None  # the role of the life before has ended
         self._base = engine.snapshot.load  # the engine counts on through a flip; this member's counts begin here
         self._began_s: float | None = None
         self._pid = pid
@@ -80,15 +81,10 @@ class LinkMember:
         )
 
     def start(self, host: Host, make_role: RoleFactory) -> None:
-        """Set the host, and make the role on it."""
+        """Set the host, and make the role on it, which gets the events of engine steps from now on."""
         self._host = host
         self.role = make_role(host)
-
-    def on_step(self, events: StepEvents) -> None:
-        """Take the events of an engine step, and give them to the role."""
-        self._engine.on_step(events)
-        if self.role is not None:
-            self.role.on_step(events)
+        self._engine.take = self.role.on_step
 
     def drain(self) -> None:
         """Take no new request from now on; `drained` returns None when none is left. It ends a flip. Idempotent."""
@@ -204,7 +200,7 @@ class LinkMember:
         reads_ended = host.transfer.num_unstopped == 0 and (host.staging is None or host.staging.idle)
         return role.idle and reads_ended and self._engine.empty
 
-    def _started(self) -> tuple[Host, HostedRole]:
+    def _started(self) -> tuple[Host, HostedRole[Any]]:
         assert self._host is not None
         assert self.role is not None
         return self._host, self.role

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvtransfer.api import Region, Transport
+from kvtransfer.api import Region
 from kvtransfer.backends.registry import prepare
 from kvtransfer.staging import STAGING_BLOCKS, Staging
 from kvtransfer.thread import TransferThread
@@ -84,7 +83,7 @@ class RunningWorker:
 
     def __init__(self, config: WorkerConfig, role: common_pb2.Role, progress: Progress = silent) -> None:
         """`role` is the role of the first life. `progress` is told how far the loading is."""
-        self._config = config
+        self.config = config
         self._progress = progress
         self._role = role
         self._ends = False
@@ -93,7 +92,6 @@ class RunningWorker:
         self._first_snapshot: EngineSnapshot | None = None
         self._stop_requested: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._view: EngineView | None = None
         self._member: LinkMember | None = None
         self._started: Future[None] = Future()
         self.incarnation = Incarnation(0)
@@ -111,21 +109,21 @@ class RunningWorker:
     def start(self) -> RunningWorker:
         """Load the model and bring the services up. Raises what went wrong; nothing runs any more then."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        transport, host = self._config.transfer.transport, self._config.host
-        self._make_transport = prepare(transport, host, allow_public=self._config.allow_public_bind)
+        transport, host = self.config.transfer.transport, self.config.host
+        self.make_transport = prepare(transport, host, allow_public=self.config.allow_public_bind)
         began_s = time.monotonic()
-        engine = self._config.engine
+        engine = self.config.engine
         directory = resolve(engine.model, progress=self._progress, load_format=engine.load_format)
-        self._card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
-        self._tokenizer = Tokenizer.load(directory)
-        self._grammars = GrammarSource(self._tokenizer, self._card.vocab_size, self._card.eos_token_ids)
+        self.card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
+        self.tokenizer = Tokenizer.load(directory)
+        self._grammars = GrammarSource(self.tokenizer, self.card.vocab_size, self.card.eos_token_ids)
         self._preparing = threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True)
         self._preparing.start()
         self._runner: ModelRunner | None = None
-        self._events: Mailbox[StepEvents] = Mailbox(self._on_step)
+        self._events: Mailbox[StepEvents] = Mailbox()
         self._engine = EngineThread(lambda: self._build(directory), self._events.put, self._die, self._sums_of, self._counts_of)
         try:
-            self._engine.start(self._config.start_timeout_s)
+            self._engine.start(self.config.start_timeout_s)
         except BaseException:
             self._stop_engine(FAILED_LOAD_STOP_S)
             raise
@@ -136,14 +134,13 @@ class RunningWorker:
         except BaseException:
             self.stop()
             raise
-        assert self._runner is not None
         _spare_garbage_collector()
-        self.memory = self._measure(self._runner)
+        self.memory = self._measure(self.runner)
         self.load_s = time.monotonic() - began_s
-        self.computes = self._runner.describe()
+        self.computes = self.runner.describe()
         log.info(
             "%s ready at %s in %.1f s; %s; a step may take %.0f s; memory: %s",
-            self._config.worker_id,
+            self.config.worker_id,
             self.address,
             self.load_s,
             self.computes,
@@ -187,10 +184,20 @@ class RunningWorker:
             return None
 
     @property
+    def runner(self) -> ModelRunner:
+        """The model, once it is loaded."""
+        assert self._runner is not None
+        return self._runner
+
+    @property
     def kv(self) -> KvPool:
         """The KV pool, which the engine writes."""
-        assert self._runner is not None
-        return self._runner.kv
+        return self.runner.kv
+
+    @property
+    def start_grammar(self) -> StartGrammar:
+        """Compiles the constraint of a request."""
+        return self._grammars.start
 
     @property
     def healthy(self) -> bool:
@@ -209,22 +216,22 @@ class RunningWorker:
     def _converts(self, engine: EngineConfig) -> int:
         """Return the bytes that staging may take. Decode workers stage, and those that may become one: they read from peers of
         any dtype."""
-        spec = self._card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
-        decodes = self._role == common_pb2.ROLE_DECODE or not self._config.flip_obstacle
+        spec = self.card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
+        decodes = self._role == common_pb2.ROLE_DECODE or not self.config.flip_obstacle
         return sum(map(most_staged_bytes, spec.groups)) if decodes else 0
 
     # Engine thread.
 
     def _build(self, directory: Path) -> tuple[Runner, Scheduler, BlockPools]:
-        engine = self._config.engine
-        check_before_loading(self._card, engine)
+        engine = self.config.engine
+        check_before_loading(self.card, engine)
         later = self._converts(engine)
-        runner = ModelRunner.load(directory, self._card, engine, later=later, progress=self._progress)
+        runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
-        flops = StepFlops.of(ModelShape.of(self._card.spec)).chunk(0, settled.prompt_tokens)
+        flops = StepFlops.of(ModelShape.of(self.card.spec)).chunk(0, settled.prompt_tokens)
         seen_flops_per_s = flops / settled.prompt_s
         self._peaks = peaks_of(runner.kv, engine, rate=runner.product_rate, seen_flops_per_s=seen_flops_per_s)
         caches = runner.kv.caches
@@ -235,7 +242,7 @@ class RunningWorker:
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.batched_tokens(runner.kv.device.type),
             max_model_len=runner.max_model_len,
-            eos_token_ids=self._card.eos_token_ids,
+            eos_token_ids=self.card.eos_token_ids,
             prefix_salt=runner.model_digest.encode() if engine.enable_prefix_caching else None,
             drafts_obstacle=runner.drafts_obstacle,
         )
@@ -252,14 +259,13 @@ class RunningWorker:
 
     def _sums_of(self) -> tuple[BlockSums, ...] | None:
         """Return a function for each KV group that sums its blocks. None: checksums are off."""
-        if not self._config.lease.kv_checksum:
+        if not self.config.lease.kv_checksum:
             return None
         return tuple(BlockSums(cache.blocks) for cache in self.kv.caches)
 
     def _counts_of(self) -> StepCounts:
-        assert self._runner is not None
-        shape = ModelShape.of(self._card.spec)
-        return StepCounts(StepFlops.of(shape), self._runner.traffic(shape), self._runner.expert_load)
+        shape = ModelShape.of(self.card.spec)
+        return StepCounts(StepFlops.of(shape), self.runner.traffic(shape), self.runner.expert_load)
 
     def _die(self, exc: BaseException) -> None:
         """Set exit status 1, because a thread died of a bug. The state of this process cannot be trusted, so it ends and is
@@ -269,11 +275,6 @@ class RunningWorker:
             self._exit.set_result(1)
 
     # Loop thread.
-
-    def _on_step(self, events: StepEvents) -> None:
-        taker = self._member or self._view
-        if taker is not None:
-            taker.on_step(events)
 
     def _drain(self) -> None:
         self._ends = True
@@ -296,15 +297,14 @@ class RunningWorker:
         """Live one life after the other, until the worker ends."""
         self._stop_requested = stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        lasting = self._make_lasting()
-        self._view = lasting.engine
-        self._events.attach()
+        view = self._make_view()
+        self._events.attach(view.on_step)
         try:
             role: common_pb2.Role | None = self._role
             for flips in itertools.count():
                 if role is None or stop.is_set() or self._ends:
                     return
-                role = await self._live(Life(lasting, role, flips), stop)
+                role = await self._live(Life(self, view, role, flips), stop)
         finally:
             self._events.detach()
 
@@ -326,21 +326,15 @@ class RunningWorker:
             raise ReplicaLost("the role cannot change: a read of this process may still write into the KV pool")
         return next_role
 
-    def _make_lasting(self) -> Lasting:
-        assert self._runner is not None
+    def _make_view(self) -> EngineView:
         assert self._first_snapshot is not None
-        engine = EngineView(
+        return EngineView(
             self._first_snapshot,
             self._engine.submit,
             step_timeout_s=self._step_timeout_s,
-            prefix_caching=self._config.engine.enable_prefix_caching,
+            prefix_caching=self.config.engine.enable_prefix_caching,
             peak_flops_per_s=self._peaks.flops_per_s,
             peak_bytes_per_s=self._peaks.bytes_per_s,
-        )
-        niceness = os.getpriority(os.PRIO_PROCESS, 0)
-        make_transport = self._make_transport
-        return Lasting(
-            self._config, self._card, self._tokenizer, self._runner, engine, make_transport, niceness, self._grammars.start
         )
 
 
@@ -361,34 +355,22 @@ ROLES: Final = {"prefill": "prefill_worker.role:PrefillRole", "decode": "decode_
 """The class of each role. The two never import each other, and this package imports neither before it is needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lasting:
-    """The parts of a worker that outlive its lives."""
-
-    config: WorkerConfig
-    card: ModelCard
-    tokenizer: Tokenizer
-    runner: ModelRunner
-    engine: EngineView
-    make_transport: Callable[[WorkerId, Incarnation, Sequence[Region]], Transport]
-    niceness: int
-    start_grammar: StartGrammar
-
-
 class Life:
-    """One life. Call `open` and `run` once each, and `close` in any case. `flips` counts the lives before it."""
+    """One life of a worker. Call `open` and `run` once each, and `close` in any case. `flips` counts the lives before it. What
+    outlives it belongs to the worker: configuration, model, engine and `view`."""
 
-    def __init__(self, lasting: Lasting, role: common_pb2.Role, flips: int) -> None:
+    def __init__(self, worker: RunningWorker, view: EngineView, role: common_pb2.Role, flips: int) -> None:
         self.incarnation = Incarnation(secrets.randbits(64))
         self.address = ""
         self.role = codec.role_from_wire(role).value
-        self._lasting = lasting
+        self._worker = worker
+        self._view = view
         self._role = role
-        config, engine = lasting.config, lasting.engine
-        self.member = LinkMember(config, role, engine, pid=os.getpid(), niceness=lasting.niceness, flips=flips)
-        self._regions = tuple(map(region_of, lasting.runner.kv.caches))
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        self.member = LinkMember(worker.config, role, view, pid=os.getpid(), niceness=niceness, flips=flips)
+        caches = worker.kv.caches
+        self._regions = tuple(map(region_of, caches))
         self._transfer = self._make_transfer()
-        caches = lasting.runner.kv.caches
         self._staging = Staging(
             self._transfer,
             # The memory is that of our KV group that holds the same. The ticket was checked, so there is one.
@@ -397,43 +379,40 @@ class Life:
         self._server = grpc.aio.server(options=server_options())
 
     def _make_transfer(self) -> TransferThread:
-        lasting, regions = self._lasting, self._regions
-        worker_id = WorkerId(lasting.config.worker_id)
-        sums = {
-            region: BlockSums(cache.blocks, beside=True)
-            for region, cache in zip(regions, lasting.runner.kv.caches, strict=True)
-        }
+        worker, regions = self._worker, self._regions
+        worker_id = WorkerId(worker.config.worker_id)
+        sums = {region: BlockSums(cache.blocks, beside=True) for region, cache in zip(regions, worker.kv.caches, strict=True)}
         return TransferThread(
-            lambda: lasting.make_transport(worker_id, self.incarnation, regions),
-            sum_blocks=sums if lasting.config.lease.kv_checksum else None,
+            lambda: worker.make_transport(worker_id, self.incarnation, regions),
+            sum_blocks=sums if worker.config.lease.kv_checksum else None,
         )
 
     async def open(self) -> None:
         """Start transport, role and services. Raises what went wrong; `close` must follow then, too."""
-        lasting = self._lasting
+        worker = self._worker
         agent_metadata = await self._transfer.start()
         self.address = self._bind()
         host = Host(
-            config=lasting.config,
-            card=lasting.card,
-            model_digest=lasting.runner.model_digest,
-            kv_spec=lasting.runner.kv.spec,
+            config=worker.config,
+            card=worker.card,
+            model_digest=worker.runner.model_digest,
+            kv_spec=worker.kv.spec,
             regions=self._regions,
-            tokenizer=lasting.tokenizer,
-            max_model_len=lasting.runner.max_model_len,
+            tokenizer=worker.tokenizer,
+            max_model_len=worker.runner.max_model_len,
             incarnation=self.incarnation,
             transfer=self._transfer,
             agent_metadata=agent_metadata,
             address=self.address,
             server=self._server,
-            submit=lasting.engine.submit,
+            submit=self._view.submit,
             send=self.member.link.send,
-            start_grammar=lasting.start_grammar,
+            start_grammar=worker.start_grammar,
             staging=self._staging,
-            seq_ids=lasting.engine.seq_ids,
+            seq_ids=self._view.seq_ids,
         )
         self.member.start(host, plugins.resolve(codec.role_from_wire(self._role).value, ROLES, "role"))
-        lasting.engine.submit(SetLending(self._role == common_pb2.ROLE_PREFILL))
+        self._view.submit(SetLending(self._role == common_pb2.ROLE_PREFILL))
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
@@ -482,7 +461,7 @@ class Life:
 
     def _bind(self) -> str:
         """Open the port and return the address that peers use. Raises `ConfigError`, which names the settings."""
-        config = self._lasting.config
+        config = self._worker.config
         try:
             bound = self._server.add_insecure_port(f"{config.host}:{config.port}")
         except RuntimeError as exc:

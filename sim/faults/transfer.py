@@ -23,9 +23,9 @@ from kvtransfer.thread import (
     ReadFailed,
     ReadId,
     Stop,
-    SumBlocks,
     TransferThread,
 )
+from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
 from sim.faults.engine import SimMemory

@@ -180,7 +180,7 @@ class SimWorker:
             process,
             self.kv,
             BlockPools(*sizes, layouts=self.spec.groups),
-            lambda events: self.member.on_step(events),
+            lambda events: self.view.on_step(events),
             lambda step: reached(f"{step}_{process.role}", process),
             rng,
             max_num_seqs=shape.max_num_seqs,
@@ -259,7 +259,7 @@ class SimWorker:
         return next_role if clean and not self.transfer.num_unstopped else None
 
     @property
-    def role(self) -> HostedRole | None:
+    def role(self) -> HostedRole[Any] | None:
         """The worker's role; None before the start."""
         return self.member.role
 

@@ -54,7 +54,7 @@ class _StridingScheduler(Scheduler):
         before, self.begun = self.begun, frozenset(decoding)
         if not decoding or not before.issuperset(decoding):  # a first decoded token goes out at once: the router notes its time
             return NO_DRAFTS
-        rows = min(self._max_seqs, self._token_budget) // len(decoding)
+        rows = min(self._max_seqs, self.max_num_batched_tokens) // len(decoding)
         count = min(rows, MAX_STRIDE, min([self.left[seq_id] for seq_id in decoding])) - 1
         return dict.fromkeys(decoding, (GUESS,) * count) if count > 0 else NO_DRAFTS
 

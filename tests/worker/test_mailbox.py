@@ -21,9 +21,9 @@ def test_nothing_is_lost_between_a_wake_and_the_next_look():
             if len(taken) == count:
                 full.set()
 
-        mailbox = Mailbox(take)
+        mailbox = Mailbox[int]()
         sender = threading.Thread(target=lambda: [mailbox.put(i) for i in range(count)])
-        mailbox.attach()
+        mailbox.attach(take)
         sender.start()
         await asyncio.wait_for(full.wait(), WAIT_S)
         sender.join(WAIT_S)
@@ -39,9 +39,9 @@ def test_what_was_put_before_the_loop_came_is_taken_first():
 
     async def main() -> None:
         both = asyncio.Event()
-        mailbox = Mailbox[int](lambda item: (taken.append(item), item == 2 and both.set()))
+        mailbox = Mailbox[int]()
         mailbox.put(1)
-        mailbox.attach()
+        mailbox.attach(lambda item: (taken.append(item), item == 2 and both.set()))
         mailbox.put(2)
         await both.wait()
         mailbox.detach()
@@ -67,11 +67,11 @@ def test_one_item_that_fails_does_not_take_the_others_along():
             if item == 3:
                 last.set()
 
-        mailbox = Mailbox(take)
+        mailbox = Mailbox[int]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
         for item in (1, 2, 3):
             mailbox.put(item)
-        mailbox.attach()
+        mailbox.attach(take)
         await last.wait()
         mailbox.detach()
         mailbox.close()
@@ -82,7 +82,7 @@ def test_one_item_that_fails_does_not_take_the_others_along():
 
 
 def test_closing_twice_closes_no_file_of_someone_else():
-    mailbox = Mailbox(print)
+    mailbox = Mailbox[int]()
     mailbox.close()
     other = os.eventfd(0)
     try:

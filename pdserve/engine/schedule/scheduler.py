@@ -90,8 +90,12 @@ class Scheduler:
         self._pool = pool
         self._block_size = layout_block_size
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._slots = self._max_seqs  # sequences that may run now: never more than there is memory for
-        self._largest_step = self._token_budget = max_num_batched_tokens
+        self.max_num_seqs = self._max_seqs
+        """The largest number of sequences that may run now, never more than there is memory for. More of them run for a while
+        after it was lowered. Only `set_max_num_seqs` changes it."""
+        self._largest_step = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
+        """The largest number of tokens that a step may have now. Only `set_budget` changes it."""
         self._targets = 0  # sequences that have a target for the time between tokens
         self._rule = StopRule(eos_token_ids, max_model_len)
         self.prefix = PrefixCache(pool, layout_block_size, prefix_salt)
@@ -119,17 +123,31 @@ class Scheduler:
 
     # --- sequences come and go
 
-    def add(self, seq_id: SeqId, spec: RequestSpec, *, kind: SequenceKind, resumed: tuple[int, ...] = ()) -> None:
+    def add(
+        self,
+        seq_id: SeqId,
+        spec: RequestSpec,
+        *,
+        kind: SequenceKind,
+        resumed: tuple[int, ...] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
         """Queue a sequence. It runs as soon as the pool has all blocks of its prompt at once.
 
         `resumed` is output that another worker drew. It follows the prompt, and the next token drawn comes after it. Blocks are
-        shared only with sequences of the same `cache_salt`.
+        shared only with sequences of the same `cache_salt`. `grammar`: the output follows it.
         """
         assert kind is not SequenceKind.INBOUND, "inbound sequences come through reserve"
-        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain_to_compute(spec, resumed)), _E.QUEUED)
+        self._move(self._new(seq_id, spec, kind, resumed, self.prefix.chain_to_compute(spec, resumed), grammar), _E.QUEUED)
 
     def reserve(
-        self, seq_id: SeqId, spec: RequestSpec, *, local_prefill: bool, resumed: tuple[int, ...] = ()
+        self,
+        seq_id: SeqId,
+        spec: RequestSpec,
+        *,
+        local_prefill: bool,
+        resumed: tuple[int, ...] = (),
+        grammar: GrammarState | None = None,
     ) -> TableReservation | None:
         """Reserve blocks for a whole sequence now, or return None and hold nothing.
 
@@ -138,7 +156,7 @@ class Scheduler:
         means that the pool has no room beside the needs of waiting sequences, or that all slots are taken.
 
         With `local_prefill` the sequence starts to run here at once. Otherwise a peer's KV is pulled into the blocks, and
-        `activate` or `abort` follows. `resumed` is that of `add`.
+        `activate` or `abort` follows. `resumed` and `grammar` are those of `add`.
         """
         tokens = spec.prompt_ids + resumed
         count = self.blocks_to_reserve(len(tokens), spec.sampling, len(resumed))
@@ -149,19 +167,15 @@ class Scheduler:
         hashes = self.prefix.hashes(chain, tokens, limit)
         spare, prefill = self._room.awaited(self._waiting), self._room.prefill(len(tokens), kind) if local_prefill else None
         self.shortage = self._pool.shortage(count, hashes, spare=spare, arriving=arriving, prefill=prefill)
-        if self.num_live >= self._slots or self.shortage is not None:
+        if self.num_live >= self.max_num_seqs or self.shortage is not None:
             return None
-        seq = self._new(seq_id, spec, kind, resumed, chain)
+        seq = self._new(seq_id, spec, kind, resumed, chain, grammar)
         holder = seq.holder if local_prefill else Holder(HolderKind.INBOUND, seq_id)
         reservation = self.prefix.take(seq, holder, count, hashes, arriving=arriving, prefill=prefill)
         self._move(seq, _E.RESERVED_LOCAL if local_prefill else _E.RESERVED_INBOUND)
         if local_prefill:
             self._skip_prefill(seq)
         return reservation
-
-    def constrain(self, seq_id: SeqId, grammar: GrammarState) -> None:
-        """Let the output of a sequence follow a grammar. Call it right after `add` or `reserve`, before the next plan."""
-        self._sequences[seq_id].constrain(grammar)
 
     def activate(self, seq_id: SeqId, first_token: int) -> None:
         """Start to decode an inbound sequence whose KV is here and whose lease is committed.
@@ -255,7 +269,7 @@ class Scheduler:
         Asserts that a step has a token for each sequence that may run, and that there is memory for it.
         """
         assert self._max_seqs <= tokens <= self._largest_step
-        self._token_budget = tokens
+        self.max_num_batched_tokens = tokens
 
     def set_max_num_seqs(self, count: int) -> None:
         """Let at most so many sequences run from now on. Those that run already go on, and new ones wait until fewer are left.
@@ -263,23 +277,13 @@ class Scheduler:
         Asserts that there is memory for so many.
         """
         assert 1 <= count <= self._max_seqs
-        self._slots = count
+        self.max_num_seqs = count
 
     def took(self, step_s: float) -> None:
         """Learn the time of the last planned step, in seconds."""
         self.rates.add(*self.step_tokens, step_s)
 
     # --- numbers for others
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """The largest number of tokens that a step may have now."""
-        return self._token_budget
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The largest number of sequences that may run now. More of them run for a while after it was lowered."""
-        return self._slots
 
     @property
     def num_waiting(self) -> int:
@@ -327,7 +331,13 @@ class Scheduler:
     # --- inside
 
     def _new(
-        self, seq_id: SeqId, spec: RequestSpec, kind: SequenceKind, resumed: tuple[int, ...], chain: PrefixChain | None
+        self,
+        seq_id: SeqId,
+        spec: RequestSpec,
+        kind: SequenceKind,
+        resumed: tuple[int, ...],
+        chain: PrefixChain | None,
+        grammar: GrammarState | None,
     ) -> Sequence:
         tokens = [*spec.prompt_ids, *resumed]
         assert seq_id not in self._sequences
@@ -337,6 +347,8 @@ class Scheduler:
         self._arrivals += 1
         turn = self._turns.of(spec, self._arrivals)
         seq = Sequence(seq_id, kind, tokens, spec, turn, self._arrivals, self._rule, chain=chain)
+        if grammar is not None:
+            seq.constrain(grammar)
         self._turns.share(seq, self._waiting, self._prefilling)
         self._sequences[seq_id] = seq
         self._targets += spec.tpot_s > 0.0
@@ -359,7 +371,7 @@ class Scheduler:
     ) -> dict[SeqId, tuple[int, ...]]:
         if self._drafts_obstacle is not None:
             raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
-        tokens = self._token_budget - len(decoding) - sum(count for _, count in chunks)
+        tokens = self.max_num_batched_tokens - len(decoding) - sum(count for _, count in chunks)
         return take_drafts(drafts, decoding, min(tokens, self._max_seqs - len(decoding) - len(chunks)), self._room_for_drafts)
 
     def _room_for_drafts(self, seq: Sequence, count: int) -> int:
@@ -400,7 +412,7 @@ class Scheduler:
     def _prompt_share(self, decoding: list[Sequence]) -> tuple[int, int]:
         """Return the tokens that the step may spend on prompts, and the unit in which they share them. The tightest target of
         the decoding sequences bounds them, and such a share, which may be a single block, is given out in whole blocks."""
-        left = self._token_budget - len(decoding)
+        left = self.max_num_batched_tokens - len(decoding)
         if not self._targets or not (self._prefilling or self._waiting):
             return left, 1
         target_s = min([seq.spec.tpot_s for seq in decoding if seq.spec.tpot_s > 0.0], default=0.0)
@@ -447,7 +459,7 @@ class Scheduler:
         return count
 
     def _head_fits(self) -> bool:
-        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self._slots:
+        if not self._waiting or self.num_running + len(self._places[_S.INBOUND]) >= self.max_num_seqs:
             return False
         return self._room.fits(self._waiting[0])
 
