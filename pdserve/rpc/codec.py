@@ -1,11 +1,14 @@
-"""The translation between wire messages and core types. Values that come from a peer or a client are checked here."""
+"""The translation between wire messages and core types. Values that come from a peer or a client are checked here.
+
+Clocks of two machines are never compared, so each time of a story is sent relative to one that both sides know.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -26,7 +29,7 @@ from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, Sam
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
-from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, peer_pb2
+from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, peer_pb2, story_pb2
 
 Value = TypeVar("Value")
 Wire = TypeVar("Wire", bound=Message)
@@ -377,3 +380,27 @@ def lease_view_from_wire(wire: peer_pb2.LeaseStatus) -> LeaseView:
     if wire.HasField("first_token"):
         first = FirstToken(wire.first_token.id, finish_from_wire(wire.first_token.finish_reason))
     return LeaseView(lease_id_from_wire(wire.lease_id), wire.state == peer_pb2.LEASE_STATE_HELD, wire.watermark, first)
+
+
+Entry = tuple[float, str, tuple[tuple[str, str | int | float], ...]]
+"""The time of an entry in seconds, its kind, and its fields: an `Entry` of `pdserve.observe.story`, which is a tuple."""
+
+
+def entries_to_wire(entries: Iterable[Entry], *, since_s: float) -> list[story_pb2.StoryEntry]:
+    """Return the messages of entries, with times relative to `since_s`. Real numbers keep six significant digits."""
+    return [
+        story_pb2.StoryEntry(
+            at_s=at_s - since_s,
+            kind=kind,
+            fields=[
+                story_pb2.StoryField(name=name, value=f"{value:.6g}" if isinstance(value, float) else str(value))
+                for name, value in fields
+            ],
+        )
+        for at_s, kind, fields in entries
+    ]
+
+
+def entries_from_wire(entries: Iterable[story_pb2.StoryEntry], *, since_s: float) -> tuple[Entry, ...]:
+    """Return the entries of messages, with times on the reader's clock: `since_s` is the time that they are relative to."""
+    return tuple([(e.at_s + since_s, e.kind, tuple([(f.name, f.value) for f in e.fields])) for e in entries])

@@ -37,9 +37,8 @@ from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.observe.story import Story, StoryRing, Value
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
-from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire
+from pdserve.rpc.codec import entries_to_wire, finish_to_wire, logprobs_to_wire
 from pdserve.rpc.status import to_reason
-from pdserve.rpc.story import entries_to_wire
 from pdserve.rpc.v1 import link_pb2, story_pb2
 from pdserve.rpc.v1.decode_pb2 import Bind
 from pdserve.rpc.v1.prefill_pb2 import Prefill

@@ -18,11 +18,9 @@ import grpc
 
 from pdserve.core.errors import ReplicaLost
 from pdserve.core.worker import LINK_VERSIONS, RESUME_LINK_VERSION
-from pdserve.rpc.beats import KEY_BYTES, Beats
-from pdserve.rpc.bundle import Outbound, unbundled
+from pdserve.rpc.beats import KEY_BYTES, Beats, Silence
+from pdserve.rpc.bundle import Incoming, Outbound, unbundled
 from pdserve.rpc.channel import open_channel, token_metadata
-from pdserve.rpc.numbering import Incoming
-from pdserve.rpc.silence import Silence
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2, link_pb2, link_pb2_grpc
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.rpc.story import entries_to_wire
+from pdserve.rpc.codec import entries_to_wire
 from pdserve.rpc.v1 import common_pb2, story_pb2
 from router.api.explanation import Explanation, WorkerPart
 

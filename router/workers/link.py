@@ -25,8 +25,7 @@ from pdserve.core.errors import InternalBug, Overloaded, PdserveError, ReplicaLo
 from pdserve.core.worker import LINK_VERSIONS, RESUME_LINK_VERSION, WorkerHello
 from pdserve.rpc import status
 from pdserve.rpc.beats import KEY_BYTES
-from pdserve.rpc.bundle import Outbound, unbundled
-from pdserve.rpc.numbering import Incoming
+from pdserve.rpc.bundle import Incoming, Outbound, unbundled
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from pdserve.rpc.witness import ended
 from router.core import events as ev

@@ -21,8 +21,8 @@ from typing import Final
 import uvloop
 
 from pdserve.core.errors import ConfigError, InternalBug, PdserveError
+from pdserve.rpc.beats import STUCK_S
 from pdserve.rpc.server import bind_port, client_options, make_server, stop_server
-from pdserve.rpc.silence import STUCK_S
 from pdserve.rpc.v1 import link_pb2, link_pb2_grpc
 from router.core import events as ev
 from router.workers.beat_port import BeatPort

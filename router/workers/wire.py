@@ -14,9 +14,8 @@ from pdserve.core.limits import field_types
 from pdserve.core.worker import WorkerHello, WorkerLoad
 from pdserve.observe.story import MAX_ENTRIES, Shown, StoryEntry, cut
 from pdserve.rpc import codec
-from pdserve.rpc.codec import lease_id_from_wire, pack_ids, spec_to_fields
+from pdserve.rpc.codec import entries_from_wire, lease_id_from_wire, pack_ids, spec_to_fields
 from pdserve.rpc.status import from_reason
-from pdserve.rpc.story import entries_from_wire
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
 from router.core import events as ev
 

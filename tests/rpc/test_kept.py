@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import ReplicaLost
 from pdserve.rpc import bundle
-from pdserve.rpc.bundle import Outbound, unbundled
-from pdserve.rpc.kept import Kept
-from pdserve.rpc.numbering import Incoming
+from pdserve.rpc.bundle import Incoming, Kept, Outbound, unbundled
 from pdserve.rpc.v1 import link_pb2
 
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), max_size=120)

@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.core.errors import ReplicaLost
-from pdserve.rpc.numbering import Incoming, Outgoing
+from pdserve.rpc.bundle import Incoming, Outgoing
 
 
 def test_numbers_begin_at_one_and_are_new_once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.rpc.silence import Silence
+from pdserve.rpc.beats import Silence
 
 LOST_S, STUCK_S = 5.0, 30.0
 

@@ -18,7 +18,7 @@ from pdserve.core.blocks import BlockPool, Holder, HolderKind
 from pdserve.core.lease import CommitAnswer, Lease, LeaseEvent, LeaseState, LeaseTable
 from pdserve.core.reader import Reader, ReaderState, SendCommit
 from pdserve.engine.schedule.scheduler import Scheduler
-from pdserve.rpc.numbering import Incoming
+from pdserve.rpc.bundle import Incoming
 from pdserve.worker.engine_thread import EngineWatch
 from pdserve.worker.host import OutputStream
 from prefill_worker.role import PrefillRole

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.rpc.bundle import Outbound
-from pdserve.rpc.kept import Kept
-from pdserve.rpc.numbering import Incoming
+from pdserve.rpc.bundle import Incoming, Kept, Outbound
 from pdserve.worker.link import RouterLink as WorkersEnd
 from pdserve.worker.member import LinkMember
 from router.workers.link import Link as RoutersEnd
