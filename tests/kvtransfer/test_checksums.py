@@ -12,7 +12,7 @@ from lender import FIRST, LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from test_lost_lender import BLOCKS, SEED, LenderProcess
 from transfer_testing import Pool, new_incarnation
 
-from decode_worker.inbound import InboundBlocks
+from decode_worker.role import InboundBlocks
 from kvtransfer.api import Region, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport

@@ -17,7 +17,7 @@ import pytest
 from lender import LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 
-from decode_worker.inbound import InboundBlocks
+from decode_worker.role import InboundBlocks
 from kvtransfer.api import Region
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport

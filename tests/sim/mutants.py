@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.inbound import InboundBlocks
-from decode_worker.role import DecodeRole
+from decode_worker.role import DecodeRole, InboundBlocks
 from kvtransfer.lease_client import Committed, PeerLink
 from kvtransfer.pull import Pull
 from kvtransfer.staging import SlotPool, Staging

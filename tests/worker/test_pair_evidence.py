@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.inbound import speaks_against_pair
+from decode_worker.role import speaks_against_pair
 from kvtransfer.pull import PrefillStalled
 from pdserve.core.errors import (
     Cancelled,
