@@ -145,7 +145,7 @@ class DecodeRole(HostedRole[BoundRequest]):
             self._forget(request)
             self._no_room(request.handle, request.request_id, request.prompt_len, result.shortage)
             return
-        self._note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
+        self.note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
         if not request.local_prefill:
             blocks = self._host.kv_spec.blocks_for(request.prompt_len)
             tables = tuple(table[:blocks] for table in result.block_tables)
@@ -177,7 +177,7 @@ class DecodeRole(HostedRole[BoundRequest]):
         if request.inbound is None or request.task is not None:
             self._fail(request, InternalBug("Attach before Reserved, or twice, or for a colocated request"))
             return
-        self._note(request, WorkKind.ATTACHED, lease=codec.lease_id_from_wire(command.lease_id))
+        self.note(request, WorkKind.ATTACHED, lease=codec.lease_id_from_wire(command.lease_id))
         request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
 
     async def _hand_off(self, request: BoundRequest, inbound: InboundBlocks, command: decode_pb2.Attach) -> None:
@@ -194,7 +194,7 @@ class DecodeRole(HostedRole[BoundRequest]):
     def _activate(self, request: BoundRequest, pulled: PullResult) -> None:
         """Let the engine decode from token 0 on, because the commit was answered OK: its sequence now owns the blocks."""
         request.task = request.inbound = None
-        self._note(
+        self.note(
             request,
             WorkKind.PULLED,
             blocks=pulled.blocks,
@@ -202,7 +202,7 @@ class DecodeRole(HostedRole[BoundRequest]):
             bytes=pulled.kv_bytes,
             transfer_ms=_ms(pulled.transfer_s),
         )
-        self._note(request, WorkKind.COMMITTED, commit_ms=_ms(pulled.commit_s), exposed_ms=_ms(pulled.exposed_s))
+        self.note(request, WorkKind.COMMITTED, commit_ms=_ms(pulled.commit_s), exposed_ms=_ms(pulled.exposed_s))
         if pulled.first_token.finish_reason is not None:
             self._forget(request)  # token 0 ended the request, which the router has seen as well
             self._host.submit(Abort(request.seq_id))
@@ -222,7 +222,7 @@ class DecodeRole(HostedRole[BoundRequest]):
         row = request.output.push(*token[1:])
         if row.finish_reason:
             self._forget(request)
-            self._note(request, WorkKind.FINISHED, tokens=token.output_index + 1)
+            self.note(request, WorkKind.FINISHED, tokens=token.output_index + 1)
             if token.finish_reason is None:  # a stop string, which the engine does not know of
                 self._host.submit(Abort(request.seq_id))
         return row
@@ -232,14 +232,14 @@ class DecodeRole(HostedRole[BoundRequest]):
         if request is None:
             self._compilations.cancel(handle)
         else:
-            self._note(request, WorkKind.CANCELLED)
+            self.note(request, WorkKind.CANCELLED)
             self._drop(request, release=False)
 
     def _fail(self, request: BoundRequest, error: PdserveError, *, pair_failed: bool = False) -> None:
         log.info("request %s failed here: %s", request.request_id, error.message)
         if self._by_handle.get(request.handle) is request:
             self._drop(request, release=True)
-            self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
+            self.note(request, WorkKind.FAILED, error=error.code, message=error.message)
             self._host.send(failed(request.handle, error, pair_failed=pair_failed))
 
     def _drop(self, request: BoundRequest, *, release: bool) -> None:

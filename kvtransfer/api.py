@@ -40,6 +40,11 @@ class Region:
         """The bytes of all blocks."""
         return self.num_blocks * self.block_bytes
 
+    def overlaps(self, other: Region) -> bool:
+        """Tell whether the two regions share any byte."""
+        same_memory = self.device == other.device
+        return same_memory and self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
+
     def address_of(self, block: int) -> int:
         """Return the address of a block. Raises `TransferFailed` for a block outside the region, since ids may come from
         another machine."""

@@ -146,14 +146,14 @@ class PrefillRole(HostedRole[LentRequest]):
             output=output,
         )
         self._by_handle[handle] = self._by_seq[seq_id] = request
-        self._note(request, WorkKind.RECEIVED, tokens=request.prompt_len, resumed=len(resumed))
+        self.note(request, WorkKind.RECEIVED, tokens=request.prompt_len, resumed=len(resumed))
 
     def _cancel(self, handle: Handle) -> None:
         request = self._by_handle.pop(handle, None)
         if request is None:
             self._compilations.cancel(handle)
             return
-        self._note(request, WorkKind.CANCELLED)
+        self.note(request, WorkKind.CANCELLED)
         if request.lease_id is None:
             del self._by_seq[request.seq_id]  # a `Lent` that is under way finds no request; its blocks go back
             self._host.submit(Abort(request.seq_id))
@@ -175,7 +175,7 @@ class PrefillRole(HostedRole[LentRequest]):
             del self._by_seq[request.seq_id]
             self._host.submit(Abort(request.seq_id))
             self._host.submit(ReturnLease(request.seq_id))
-        self._note(request, WorkKind.FAILED, error=error.code, message=error.message)
+        self.note(request, WorkKind.FAILED, error=error.code, message=error.message)
         self._host.send(failed(request.handle, error))
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
@@ -190,7 +190,7 @@ class PrefillRole(HostedRole[LentRequest]):
             cached_tokens=lent.hits * self._host.kv_spec.block_size,
         )
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
-        self._note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=count_blocks(lent.block_tables))
+        self.note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=count_blocks(lent.block_tables))
 
     def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
         host = self._host
@@ -234,7 +234,7 @@ class PrefillRole(HostedRole[LentRequest]):
         computed = advance.computed
         if request.lease_id is not None and computed < request.prompt_len:
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
-            self._note(request, WorkKind.COMPUTED, tokens=computed)
+            self.note(request, WorkKind.COMPUTED, tokens=computed)
 
     def _finish(self, request: LentRequest, token: OutputToken) -> link_pb2.StepRow | None:
         """Take the only token drawn here: return its row, and advance the lease for the last time.
@@ -246,7 +246,7 @@ class PrefillRole(HostedRole[LentRequest]):
         row = request.output.push(*token[1:])
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
-        self._note(request, WorkKind.FIRST_TOKEN)
+        self.note(request, WorkKind.FIRST_TOKEN)
         return row
 
     def _return_leases(self) -> None:
@@ -256,7 +256,7 @@ class PrefillRole(HostedRole[LentRequest]):
         """
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
-            self._note(request, WorkKind.LEASE_ENDED, how=lease.state)
+            self.note(request, WorkKind.LEASE_ENDED, how=lease.state)
             self._by_handle.pop(request.handle, None)
             self._host.submit(Abort(lease.seq_id))
             self._host.submit(ReturnLease(lease.seq_id))

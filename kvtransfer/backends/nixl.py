@@ -370,7 +370,7 @@ class NixlTransport:
         sides = connection.sides
         if region in sides:
             return sides[region]
-        moved = next((known for known in sides if _overlap(known, region)), None)
+        moved = next((known for known in sides if known.overlaps(region)), None)
         if moved is not None:
             raise TransferFailed(f"agent {connection.name} moved its pool from {moved} to {region}")
         if len(sides) == MAX_KV_GROUPS:
@@ -391,11 +391,6 @@ class NixlTransport:
     def _memory(self, region: Region) -> Any:
         module = self._nixl.module
         return module.VRAM_SEG if region.device.kind == "cuda" else module.DRAM_SEG
-
-
-def _overlap(one: Region, other: Region) -> bool:
-    same_memory = one.device == other.device
-    return same_memory and one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
 
 
 def _check_metadata(incarnation: Incarnation, metadata: bytes) -> None:

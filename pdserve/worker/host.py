@@ -466,7 +466,7 @@ class HostedRole(ABC, Generic[Request]):
         """Note which requests were preempted, and fail those that the engine could not go on with."""
         for seq_id in events.preempted:
             if (request := self._by_seq.get(seq_id)) is not None:
-                self._note(request, WorkKind.PREEMPTED)
+                self.note(request, WorkKind.PREEMPTED)
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 worker_id = self._host.config.worker_id
@@ -475,7 +475,8 @@ class HostedRole(ABC, Generic[Request]):
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail(request, InvalidRequest(reason, field=FIELD))  # the same request would fail anywhere
 
-    def _note(self, request: Request, kind: WorkKind, **fields: Value) -> None:
+    def note(self, request: Request, kind: WorkKind, **fields: Value) -> None:
+        """Write down what has just happened to a request."""
         self._host.stories.note(request.request_id, kind, **fields)
 
     @abstractmethod

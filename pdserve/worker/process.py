@@ -517,15 +517,11 @@ class StagedKv:
         """
         with torch.inference_mode(), torch.cuda.stream(self._stream):  # a stream of None changes nothing
             for first in range(0, len(staged), self._step):
-                blocks = slice(first, first + self._step)
-                self._convert(list(staged[blocks]), list(local[blocks]), tokens - first * self._source.block_size)
+                ours, theirs = list(local[first : first + self._step]), list(staged[first : first + self._step])
+                left = min(tokens - first * self._source.block_size, len(theirs) * self._source.block_size)
+                self._pool[ours] = convert_blocks(self._staged[theirs], self._source, self._target, left)
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _convert(self, staged: list[int], local: list[int], tokens: int) -> None:
-        """Convert these blocks at once. `tokens` counts from the first of them on, and may go past the last."""
-        tokens = min(tokens, len(staged) * self._source.block_size)
-        self._pool[local] = convert_blocks(self._staged[staged], self._source, self._target, tokens)
 
 
 LOOK_S: Final = 0.2
