@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.block_sums import BlockSums
+from pdserve.engine.block_sums import BlockSums, load_sums
 from pdserve.engine.kv.checksum import STRIPE_WORDS, sums_in_numpy
-from pdserve.engine.native.block_sums import load_sums
 
 STRIPE_BYTES = STRIPE_WORDS * 8
 sizes = st.one_of(st.integers(1, 300).map(lambda n: 4 * n), st.integers(1, 5).map(lambda n: n * STRIPE_BYTES))
