@@ -99,9 +99,9 @@ def serve(
     )  # fmt: skip
     served = Served(len(requests))
     for i, (prompt, params, constraint) in enumerate(requests):
-        scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=kind, resumed=resumed[i] if resumed else ())
-        if constraint is not None:
-            scheduler.constrain(SeqId(i), grammars.start(constraint))
+        grammar = grammars.start(constraint) if constraint is not None else None
+        output = resumed[i] if resumed else ()
+        scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=kind, resumed=output, grammar=grammar)
     while scheduler.has_work:
         served.take(scheduler.collect(runner.execute(scheduler.plan())))
     scheduler.check_invariants()
@@ -254,8 +254,7 @@ def test_a_grammar_that_fails_ends_its_own_sequence_with_its_reason(runner, logp
     scheduler = Scheduler(pool, BLOCK, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, eos_token_ids=())
     for seq_id in (1, 2):
         spec = RequestSpec((3,) * 20, SamplingParams(max_tokens=5, temperature=0.0, logprobs=logprobs))
-        scheduler.add(SeqId(seq_id), spec, kind=SequenceKind.LOCAL)
-    scheduler.constrain(SeqId(1), Broken())
+        scheduler.add(SeqId(seq_id), spec, kind=SequenceKind.LOCAL, grammar=Broken() if seq_id == 1 else None)
     outcomes = []
     while scheduler.has_work:
         outcomes.append(scheduler.collect(runner.execute(scheduler.plan())))

@@ -118,7 +118,8 @@ class Room:
         self._prefix = prefix
         self._block_size = block_size
         self._largest_step = largest_step
-        self._windowed = pool.windowed
+        self.windowed = pool.windowed
+        """True when a KV group has a sliding window. Otherwise no table has a gap, so that `complete` has nothing to do."""
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens."""
@@ -126,7 +127,7 @@ class Room:
 
     def prefill(self, tokens: int, kind: SequenceKind) -> Prefill | None:
         """Return what the pools must know of a prompt. None: it gets all its blocks at once."""
-        if not self._windowed:
+        if not self.windowed:
             return None
         return Prefill(tokens, self._largest_step, lent=kind is SequenceKind.LENT)
 
@@ -138,7 +139,7 @@ class Room:
 
     def awaited(self, waiting: Iterable[Sequence]) -> list[int]:
         """Return how many blocks of each group waiting sequences need together. Prefixes that are here do not count."""
-        if not self._windowed:
+        if not self.windowed:
             return [sum([self.blocks_for(len(seq.tokens)) for seq in waiting])] * len(self._pool.groups)
         asked = ((len(seq.tokens), self.prefill(len(seq.tokens), seq.kind)) for seq in waiting)
         return self._pool.blocks_needed((self.blocks_for(tokens), prefill) for tokens, prefill in asked if prefill is not None)
@@ -162,10 +163,9 @@ class Room:
     def complete(self, decoding: Iterable[Sequence]) -> None:
         """Take the last blocks of sequences that decode. A sequence that was recomputed, all but its last token, may lack
         them."""
-        if self._windowed:
-            for seq in decoding:
-                if seq.taken is not None:
-                    self.take(seq, 1)
+        for seq in decoding:
+            if seq.taken is not None:
+                self.take(seq, 1)
 
     def check(self, seq: Sequence) -> None:
         """Check a sequence's tables against the pools. Raises AssertionError when they disagree."""

@@ -360,7 +360,8 @@ class Scheduler:
         Sequences that are preempted for lack of blocks are left out.
         """
         size = self._block_size
-        self._room.complete(self._decoding)
+        if self._room.windowed:
+            self._room.complete(self._decoding)
         for seq in list(self._decoding):
             if len(seq.tokens) > seq.num_blocks * size and seq.state is _S.DECODING:  # not just preempted for an older one
                 self._grow(seq)
