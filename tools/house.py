@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PRODUCTION: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
-ROOMS: Final = (*PRODUCTION, "sim", "testkit", "bench", "deploy", "tools", "tests")
+SERVING: Final = ("pdserve", "router", "prefill_worker", "decode_worker", "kvtransfer")
+PRODUCTION: Final = (*SERVING, "bench/pdserve_bench")
+ROOMS: Final = (*SERVING, "sim", "testkit", "bench", "deploy", "tools", "tests")
 GENERATED: Final = "rpc/v1"
 MOST_SHARED_NAMES: Final = 3
 """Class names that several files of the product and of the simulators define."""

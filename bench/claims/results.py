@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.claims.figures import Figures
-from pdserve.bench.report.files import write_whole
+from pdserve_bench.report.files import write_whole
 
 FORMAT: Final = 1
 

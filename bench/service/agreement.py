@@ -32,10 +32,10 @@ from rich.table import Table
 from bench.engine.peers.install import NotInstalled
 from bench.service.load_tools import Measured, Tool, Turn, TurnFailed, tools
 from bench.service.server_side import Observed, compared_table, cores_table, counters, seen
-from pdserve.bench.report.bootstrap import Interval, interval, mean_of, percentile_of
 from pdserve.checkpoint.resolve import resolve
 from pdserve.commands.console import make_console
 from pdserve.config import MIB, EngineConfig
+from pdserve_bench.report.bootstrap import Interval, interval, mean_of, percentile_of
 from testkit.processes import ProcessCluster
 
 ROUNDS = 5

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.load.generator import run_load
-from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve.bench.load.limits import RunLimits
-from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import LoadAnswer, LoadCall
-from pdserve.bench.report.summary import Distribution, summarise
-from pdserve.bench.row import BenchRow
-from pdserve.bench.workload.request import BenchRequest, Ids
+from pdserve_bench.layout import Slo
+from pdserve_bench.load.generator import run_load
+from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
+from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.report.summary import Distribution, summarise
+from pdserve_bench.row import BenchRow
+from pdserve_bench.workload.request import BenchRequest, Ids
 
 MODEL: Final = "bench"
 REQUEST_TIMEOUT_S: Final = 300.0

@@ -134,9 +134,9 @@ def _ours(turn: Turn, folder: Path) -> list[str]:
 
 
 def _read_ours(folder: Path) -> Measured:
-    from pdserve.bench.layout import Slo
-    from pdserve.bench.report.files import read_run
-    from pdserve.bench.report.summary import summarise
+    from pdserve_bench.layout import Slo
+    from pdserve_bench.report.files import read_run
+    from pdserve_bench.report.summary import summarise
 
     rows = read_run(folder / "run.json").rows
     figures = summarise(rows, lambda name: Slo(None, None))

@@ -30,7 +30,7 @@ from rich.console import Console
 from bench.ratios import Ratio, ratio
 from bench.transfer.sweep_report import Cell, Sweep, tables
 from bench.transfer.ways import WAYS, Bench, Way
-from pdserve.bench.report.meta import commit, hardware
+from pdserve_bench.report.meta import commit, hardware
 
 KIB: Final = 1024
 BLOCK_BYTES: Final = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB)

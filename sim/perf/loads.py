@@ -23,10 +23,10 @@ from enum import Enum
 from random import Random
 from typing import Final
 
-from pdserve.bench.workload.lengths import Lognormal
-from pdserve.bench.workload.traces import BLOCK_TOKENS
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
+from pdserve_bench.workload.lengths import Lognormal
+from pdserve_bench.workload.traces import BLOCK_TOKENS
 from sim.perf.cluster import ClusterSpec, calm_router
 from sim.perf.costs import LLAMA2_70B_A100, CostModel, StepWork
 from sim.perf.days import Day

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from pdserve.bench.workload import traces
-from pdserve.bench.workload.traces import BLOCK_TOKENS
 from pdserve.core.block_hash import block_hashes, chain_salt
 from pdserve.core.prefix_keys import key_of
+from pdserve_bench.workload import traces
+from pdserve_bench.workload.traces import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

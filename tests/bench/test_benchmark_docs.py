@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import yaml
 
-from pdserve.bench.workload import spec
-from pdserve.bench.workload.arrivals import Arrivals
-from pdserve.bench.workload.jsonl import JsonlLine
-from pdserve.bench.workload.parse import read_spec
-from pdserve.bench.workload.workload import load_workload
-from pdserve.commands.bench.group import bench
+from pdserve_bench.commands.group import bench
+from pdserve_bench.workload import spec
+from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.jsonl import JsonlLine
+from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.workload import load_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/benchmarking.md").read_text()

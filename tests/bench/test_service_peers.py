@@ -15,9 +15,9 @@ from bench.service.cells import CELLS, Cell, Turn, TurnFailed, agreement, check_
 from bench.service.comparison import Comparison, order_of
 from bench.service.floor import Floor
 from bench.service.servers import Server
-from pdserve.bench.report.summary import Distribution
-from pdserve.bench.row import BenchRow
 from pdserve.core.model_spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
+from pdserve_bench.report.summary import Distribution
+from pdserve_bench.row import BenchRow
 
 CELL = Cell(256, 64, 2, 2, 2.0)
 WIDE = Cell(256, 64, 32, 64, 2.0, itl_goal=1 / 15)

@@ -107,7 +107,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_results(tmp_path: Path, monkey
     world, path = World(), tmp_path / "claims.json"
     world.run([world.claim("one")], path)
     before = path.read_text()
-    monkeypatch.setattr("pdserve.bench.report.files.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("pdserve_bench.report.files.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         world.run([world.claim("other")], path)
     assert path.read_text() == before

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pdserve.bench.load.generator import run_load
-from pdserve.bench.load.limits import RunLimits
-from pdserve.bench.load.target import LoadAnswer, LoadCall
-from pdserve.bench.load.watch import LoadWatch, RunProgress, watch_nothing
-from pdserve.bench.row import BenchRow
-from pdserve.bench.workload.request import BenchRequest
+from pdserve_bench.load.generator import run_load
+from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.watch import LoadWatch, RunProgress, watch_nothing
+from pdserve_bench.row import BenchRow
+from pdserve_bench.workload.request import BenchRequest
 from sim.world.clock import SimLoop, Timeline
 
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.target import LoadAnswer, LoadCall
 
 HANG_UP = b"\x00hang up"
 """Closes the connection in place of sending."""

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.load.failures import ANSWER_GONE, MIXED_PROMPT, NEVER_SENT, NO_TOKENS, PREDECESSOR_FAILED, TIMEOUT
-from pdserve.bench.load.limits import MAX_CONCURRENCY, RunLimits
-from pdserve.bench.load.watch import MAX_MESSAGE_CHARS, MAX_REASONS, RunProgress
-from pdserve.bench.row import STOPPED
-from pdserve.bench.workload.request import AnswerOf, BenchRequest
 from pdserve.core.errors import ConfigError
+from pdserve_bench.load.failures import ANSWER_GONE, MIXED_PROMPT, NEVER_SENT, NO_TOKENS, PREDECESSOR_FAILED, TIMEOUT
+from pdserve_bench.load.limits import MAX_CONCURRENCY, RunLimits
+from pdserve_bench.load.watch import MAX_MESSAGE_CHARS, MAX_REASONS, RunProgress
+from pdserve_bench.row import STOPPED
+from pdserve_bench.workload.request import AnswerOf, BenchRequest
 from tests.bench.load.fake_target import FakeTarget, Script, run_virtually
 
 ms = st.integers(0, 50).map(lambda n: n / 1000)

@@ -12,12 +12,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdserve.bench.load import failures
-from pdserve.bench.load.grpc_target import GrpcTarget
-from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from pdserve_bench.load import failures
+from pdserve_bench.load.grpc_target import GrpcTarget
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.target import LoadAnswer, LoadCall
 
 Response = inference_pb2.GenerateResponse
 CALL = LoadCall(0, (1, 2, 3), 4, "chat", "s")

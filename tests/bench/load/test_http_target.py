@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 import uvloop
 
-from pdserve.bench.load import failures
-from pdserve.bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve.bench.load.options import RequestOptions
-from pdserve.bench.load.server_info import ask_server
-from pdserve.bench.load.sse import MAX_LINE_BYTES
-from pdserve.bench.load.target import LoadAnswer, LoadCall
 from pdserve.core.errors import ConfigError
+from pdserve_bench.load import failures
+from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.server_info import ask_server
+from pdserve_bench.load.sse import MAX_LINE_BYTES
+from pdserve_bench.load.target import LoadAnswer, LoadCall
 from tests.bench.load.http_server import GOOD, HANG_UP, Seen, ask, chunked, event, scripted_server, sse_head, token, whole
 
 CALL = LoadCall(0, (1, 2, 3), 4)

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from pdserve.bench.load.failures import PREDECESSOR_FAILED
-from pdserve.bench.load.lateness import lag_p99_s, refusal
-from pdserve.bench.load.priority import raised_priority
-from pdserve.bench.row import BenchRow
+from pdserve_bench.load.failures import PREDECESSOR_FAILED
+from pdserve_bench.load.lateness import lag_p99_s, refusal
+from pdserve_bench.load.priority import raised_priority
+from pdserve_bench.row import BenchRow
 
 
 def row(number: int, lag_s: float, ttft_s: float, **fields: object) -> BenchRow:

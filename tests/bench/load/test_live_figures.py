@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.load.live import LiveFigures
-from pdserve.bench.load.watch import RunProgress
-from pdserve.bench.row import BenchRow
-from pdserve.commands.bench.live_line import line
+from pdserve_bench.commands.live_line import line
+from pdserve_bench.layout import Slo
+from pdserve_bench.load.live import LiveFigures
+from pdserve_bench.load.watch import RunProgress
+from pdserve_bench.row import BenchRow
 
 
 def row(number: int, ended_s: float, ttft_s: float = 0.2, **fields: object) -> BenchRow:

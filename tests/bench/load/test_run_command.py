@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.load.limits import RunLimits
-from pdserve.bench.report.files import Run, RunFileError, read_run
-from pdserve.bench.row import STOPPED
-from pdserve.bench.workload.arrivals import Arrivals
-from pdserve.commands.bench import run_flags
-from pdserve.commands.bench.group import bench
-from pdserve.commands.bench.preflight import check_memory
 from pdserve.core.errors import ConfigError
+from pdserve_bench.commands import run_flags
+from pdserve_bench.commands.group import bench
+from pdserve_bench.commands.preflight import check_memory
+from pdserve_bench.layout import Slo
+from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.report.files import Run, RunFileError, read_run
+from pdserve_bench.row import STOPPED
+from pdserve_bench.workload.arrivals import Arrivals
 from tests.bench.load.http_server import GOOD, scripted_server, whole
 
 MODELS = whole(b"200 OK", b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
@@ -114,7 +114,7 @@ def test_run_without_answers_fails_and_says_why(tmp_path: Path, workload: str) -
 
 
 def test_late_run_is_refused_and_still_written(tmp_path: Path, workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.bench.load.lateness.MAX_LAG_S", -1.0)
+    monkeypatch.setattr("pdserve_bench.load.lateness.MAX_LAG_S", -1.0)
     path = tmp_path / "run.json"
     with serving(GOOD) as url:
         done = bench_run("--base-url", url, "--workload", workload, "--num-prompts", "2", "--result-file", str(path))
@@ -189,7 +189,7 @@ def test_disk_that_fails_at_the_end_takes_no_figures(tmp_path: Path, workload: s
     def full(path: Path, run: Run) -> None:
         raise RunFileError(path, "cannot be written: No space left on device")
 
-    monkeypatch.setattr("pdserve.commands.bench.run_session.write_run", full)
+    monkeypatch.setattr("pdserve_bench.commands.run_session.write_run", full)
     with serving(GOOD) as url:
         flags = ["--base-url", url, "--workload", workload, "--num-prompts", "2", "--allow-late"]
         done = bench_run(*flags, "--result-file", str(tmp_path / "run.json"))

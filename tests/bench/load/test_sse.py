@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.load.sse import SseReader
-from pdserve.bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.sse import SseReader
+from pdserve_bench.load.target import LoadAnswer, LoadCall
 from tests.bench.load.http_server import event, token
 
 STREAM = b": comment\r\nevent: x\n" + b"".join(

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from pdserve.bench.row import STOPPED, BenchRow, Served
+from pdserve_bench.row import STOPPED, BenchRow, Served
 
 TIME = st.floats(0, 1e6, allow_nan=False, width=64)
 MAYBE_TIME = st.none() | TIME

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.report import bootstrap
-from pdserve.bench.report.bootstrap import BootstrapMean, Percentile, compare, draws, interval, mean_of, percentile_of
+from pdserve_bench.report import bootstrap
+from pdserve_bench.report.bootstrap import BootstrapMean, Percentile, compare, draws, interval, mean_of, percentile_of
 
 
 @given(

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.report import bootstrap
-from pdserve.bench.report.bootstrap import Interval
-from pdserve.bench.report.compare import BETTER, NOT_COMPARED, UNKNOWN, WORSE, compare_runs, verdict
-from pdserve.bench.report.files import Run, write_run
-from pdserve.bench.report.meta import cluster_meta, collect_meta, commit, fingerprint, slos_of
 from pdserve.cli import main
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve_bench.layout import Slo
+from pdserve_bench.report import bootstrap
+from pdserve_bench.report.bootstrap import Interval
+from pdserve_bench.report.compare import BETTER, NOT_COMPARED, UNKNOWN, WORSE, compare_runs, verdict
+from pdserve_bench.report.files import Run, write_run
+from pdserve_bench.report.meta import cluster_meta, collect_meta, commit, fingerprint, slos_of
 from tests.bench.report.rows import plausible
 
 NAN = float("nan")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.report.files import Run, RunFileError, read_run, write_run
-from pdserve.bench.row import BenchRow
+from pdserve_bench.report.files import Run, RunFileError, read_run, write_run
+from pdserve_bench.row import BenchRow
 from tests.bench.report.rows import plausible, runs
 
 META: dict[str, Any] = {"seed": 3, "cluster": None, "workload": {"a": [1, 2.5, "ü", True]}}

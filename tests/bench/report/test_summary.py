@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.load.failures import NEVER_SENT
-from pdserve.bench.report.summary import STALL_S, Distribution, summarise
-from pdserve.bench.report.table import summary_table
-from pdserve.bench.row import BenchRow
+from pdserve_bench.layout import Slo
+from pdserve_bench.load.failures import NEVER_SENT
+from pdserve_bench.report.summary import STALL_S, Distribution, summarise
+from pdserve_bench.report.table import summary_table
+from pdserve_bench.row import BenchRow
 from tests.bench.report.rows import plausible, runs
 
 SLOS = {"voice": Slo(0.2, 0.1), "": Slo(0.5, None)}

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.bench.layout import Layout
-from pdserve.bench.search.actions import RunAction, StopAction
-from pdserve.bench.search.goodput import GoodputSearch
-from pdserve.bench.search.result import Figures, Point
-from pdserve.bench.search.settings import SearchSettings
-from pdserve.bench.search.trial import Decision, Trial
+from pdserve_bench.layout import Layout
+from pdserve_bench.search.actions import RunAction, StopAction
+from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.result import Figures, Point
+from pdserve_bench.search.settings import SearchSettings
+from pdserve_bench.search.trial import Decision, Trial
 
 NO_FIGURES = Figures(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 Waits = Callable[[np.ndarray], np.ndarray]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from pdserve.bench.search.reshape import ClusterNow, WorkerNow
 from pdserve.client import CallFailed
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello
+from pdserve_bench.search.reshape import ClusterNow, WorkerNow
 
 BEAT_S = 1.0
 FLIP_S = 2.0

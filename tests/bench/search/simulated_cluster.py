@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.actions import RunAction
-from pdserve.bench.search.result import Figures, Point
-from pdserve.bench.search.settings import SearchSettings
-from pdserve.bench.search.trial import Decision, Trial
+from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.search.actions import RunAction
+from pdserve_bench.search.result import Figures, Point
+from pdserve_bench.search.settings import SearchSettings
+from pdserve_bench.search.trial import Decision, Trial
 from sim.perf.cluster import ClusterSpec, PerfCluster, run_cluster
 from sim.perf.costs import OPT_13B_A100
 from sim.perf.traces import TraceRequest

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.actions import RunAction, StopAction
-from pdserve.bench.search.curve import curve_of, falling_fit
-from pdserve.bench.search.goodput import GoodputSearch
-from pdserve.bench.search.result import Point
-from pdserve.bench.search.settings import SearchSettings
 from pdserve.core.errors import ConfigError
+from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.search.actions import RunAction, StopAction
+from pdserve_bench.search.curve import curve_of, falling_fit
+from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.result import Point
+from pdserve_bench.search.settings import SearchSettings
 from tests.bench.search.servers import NO_FIGURES, Bench, Server, Station
 
 ONE = Layout(0, 4, 512, 1)

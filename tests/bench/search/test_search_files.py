@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.files import SearchFile, check_same, read_result, read_search, write_search
-from pdserve.bench.search.reshape import Home, WantedShape
-from pdserve.bench.search.result import GoodputResult, LayoutResult, Point
-from pdserve.bench.search.settings import SearchSettings
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
+from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.search.files import SearchFile, check_same, read_result, read_search, write_search
+from pdserve_bench.search.reshape import Home, WantedShape
+from pdserve_bench.search.result import GoodputResult, LayoutResult, Point
+from pdserve_bench.search.settings import SearchSettings
 from tests.bench.search.servers import NO_FIGURES
 
 LAYOUT = Layout(1, 3, 512, 64)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.layout import Layout
-from pdserve.bench.search.reshape import CannotShape, home_of, homes_of, pids_of
-from pdserve.bench.search.shaper import AGAIN_S, Shaper
 from pdserve.core.ids import Incarnation
 from pdserve.core.worker import Role
+from pdserve_bench.layout import Layout
+from pdserve_bench.search.reshape import CannotShape, home_of, homes_of, pids_of
+from pdserve_bench.search.shaper import AGAIN_S, Shaper
 from tests.bench.search.shaped_cluster import ShapedCluster, failed, worker
 
 

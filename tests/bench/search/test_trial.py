@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.search.trial import BOUNDARY, FIRST_LOOK, Decision, Trial, TrialSettings, effective_count, wilson
+from pdserve_bench.search.trial import BOUNDARY, FIRST_LOOK, Decision, Trial, TrialSettings, effective_count, wilson
 from tests.bench.search.servers import Server, Station, run_trial
 
 QUEUE = Server(Station(0.1, 1), prefill_wait_s=1.0)

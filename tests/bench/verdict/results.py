@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pdserve.bench.layout import Layout, Slo
-from pdserve.bench.search.result import Figures, GoodputResult, LayoutResult, Point
+from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.search.result import Figures, GoodputResult, LayoutResult, Point
 
 META: dict[str, object] = {
     "cluster": {"model": {"name": "SmolLM2-135M-Instruct", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}},

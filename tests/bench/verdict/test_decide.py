@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from results import META, layout, measured, point, result, usual
 
-from pdserve.bench.layout import Slo
-from pdserve.bench.search.result import GoodputResult
-from pdserve.bench.verdict import constraint, intervals, words
-from pdserve.bench.verdict.data import Binding, DecisionData, EstimateData, VerdictData
-from pdserve.bench.verdict.decide import decide
+from pdserve_bench.layout import Slo
+from pdserve_bench.search.result import GoodputResult
+from pdserve_bench.verdict import constraint, intervals, words
+from pdserve_bench.verdict.data import Binding, DecisionData, EstimateData, VerdictData
+from pdserve_bench.verdict.decide import decide
 
 TWO, ONE, OTHER = layout(2, 2), layout(0, 4), layout(1, 3)
 

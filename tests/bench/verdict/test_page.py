@@ -14,19 +14,19 @@ import pytest
 from click.testing import CliRunner
 from results import FIGURES, layout, measured, point, result, usual
 
-from pdserve.bench.report.files import Run, write_run
-from pdserve.bench.row import BenchRow, Served
-from pdserve.bench.verdict import html_file, source, units
-from pdserve.bench.verdict.data import DecisionData, VerdictData
-from pdserve.bench.verdict.decide import decide
-from pdserve.bench.verdict.plots import drawing, picture
-from pdserve.bench.verdict.plots.chart import MOST_ROWS, Material, shown
-from pdserve.bench.verdict.plots.pareto import front
-from pdserve.bench.verdict.plots.tail import of_histogram, of_rows
-from pdserve.bench.verdict.plots.theme import DARK, LIGHT, MARKED
-from pdserve.bench.verdict.plots.waterfall import phases, typical
 from pdserve.cli import main
 from pdserve.core.errors import ConfigError
+from pdserve_bench.report.files import Run, write_run
+from pdserve_bench.row import BenchRow, Served
+from pdserve_bench.verdict import html_file, source, units
+from pdserve_bench.verdict.data import DecisionData, VerdictData
+from pdserve_bench.verdict.decide import decide
+from pdserve_bench.verdict.plots import drawing, picture
+from pdserve_bench.verdict.plots.chart import MOST_ROWS, Material, shown
+from pdserve_bench.verdict.plots.pareto import front
+from pdserve_bench.verdict.plots.tail import of_histogram, of_rows
+from pdserve_bench.verdict.plots.theme import DARK, LIGHT, MARKED
+from pdserve_bench.verdict.plots.waterfall import phases, typical
 
 HOSTILE = '\x07漢<script>alert("1")</script>{{ 7*7 }} $\\frac{1}$ </svg>\x1b[31m ' + "long " * 80
 SERVED = Served(queue_s=0.05, prefill_s=0.2, transfer_s=0.08, exposed_transfer_s=0.01)
@@ -153,7 +153,7 @@ def test_every_number_of_the_page_is_one_of_the_verdict(name):
 
 
 def test_a_number_without_a_source_is_found(monkeypatch):
-    from pdserve.bench.verdict import words
+    from pdserve_bench.verdict import words
 
     monkeypatch.setattr(words, "trust", lambda _: "It is 73.1 % sure.")
     assert unsourced(decide(usual())) == {"73.1"}

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from results import usual
 
 from pdserve.cli import main
-from pdserve.commands.bench import verdict_search
-from pdserve.commands.bench.goodput import UNFINISHED
+from pdserve_bench.commands import verdict_search
+from pdserve_bench.commands.goodput import UNFINISHED
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.workload.arrivals import Arrivals
-from pdserve.bench.workload.parse import read_spec
-from pdserve.bench.workload.request import AnswerOf, BenchRequest
-from pdserve.bench.workload.workload import Workload
 from pdserve.core.errors import ConfigError
+from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.request import AnswerOf, BenchRequest
+from pdserve_bench.workload.workload import Workload
 from tests.bench.workload.test_generated import Letters
 
 AT_ONCE = Arrivals(kind="inf")

@@ -6,12 +6,12 @@ from itertools import islice
 
 import pytest
 
-from pdserve.bench.workload.arrivals import Arrivals
-from pdserve.bench.workload.lengths import Uniform
-from pdserve.bench.workload.parse import read_spec
-from pdserve.bench.workload.spec import ClassMix, JsonlSource, MooncakeSource, RandomSource, SessionSource, parse_spec
-from pdserve.bench.workload.workload import load_workload
 from pdserve.core.errors import ConfigError
+from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.lengths import Uniform
+from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.spec import ClassMix, JsonlSource, MooncakeSource, RandomSource, SessionSource, parse_spec
+from pdserve_bench.workload.workload import load_workload
 
 
 def test_short_forms_are_what_they_say():

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.report.meta import collect_meta
-from pdserve.bench.workload.arrivals import Arrivals
-from pdserve.bench.workload.parse import read_spec
-from pdserve.bench.workload.request import BenchRequest
-from pdserve.bench.workload.workload import Workload
 from pdserve.core.errors import ConfigError
+from pdserve_bench.report.meta import collect_meta
+from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.request import BenchRequest
+from pdserve_bench.workload.workload import Workload
 
 DATA = Path(__file__).resolve().parents[4] / "shared/data"
 RECORDED = Arrivals(kind="trace")
@@ -181,7 +181,7 @@ def test_lines_of_other_systems_are_read_and_hostile_ones_refused(tmp_path, monk
     path.write_bytes(b'\xef\xbb\xbf{"prompt_ids": [1], "max_tokens": 3}\r\n\r\n')
     assert [one.prompt for one in requests_of(path)] == [((1,),)]
     for content, says in ((b"\x1f\x8b\x08", "is compressed"), (b"\0" * 100, "line 1: is longer than 50 bytes")):
-        monkeypatch.setattr("pdserve.bench.workload.traces.MOST_LINE_BYTES", 50)
+        monkeypatch.setattr("pdserve_bench.workload.traces.MOST_LINE_BYTES", 50)
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=says):
             requests_of(path)

@@ -1,0 +1,332 @@
+"""One search for goodput on a live cluster, from checked flags to tables and the file."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import math
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+
+from pdserve.client import AdminClient, InferenceClient
+from pdserve.commands.console import make_console
+from pdserve.core.errors import ConfigError
+from pdserve.rpc.v1 import inference_pb2
+from pdserve.text.tokenizer import Tokenizer
+from pdserve_bench.commands.goodput_view import SearchView, layouts
+from pdserve_bench.layout import Slo
+from pdserve_bench.load.grpc_target import GrpcTarget
+from pdserve_bench.load.lateness import refusal
+from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.priority import raised_priority
+from pdserve_bench.report.meta import cluster_meta, collect_meta
+from pdserve_bench.search.cluster_port import AdminPort
+from pdserve_bench.search.executor import carry_out
+from pdserve_bench.search.figures import prompt_share
+from pdserve_bench.search.files import SearchFile, check_same, read_search, write_search
+from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.live import LiveMeasure
+from pdserve_bench.search.live_cluster import LiveCluster
+from pdserve_bench.search.reshape import Home, home_of, pids_of
+from pdserve_bench.search.result import GoodputResult, Point
+from pdserve_bench.search.settings import SearchSettings
+from pdserve_bench.search.shaper import Shaper
+from pdserve_bench.search.space import AUTO, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
+from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.workload import Workload, load_workload
+
+_POINTS_OF_A_BUDGET: Final = 16
+"""A run of one rate gets such a part of the budget, so that the baseline and the best layout can be settled in it."""
+_PROBE_S: Final = 10.0
+_SAFE_SHARE: Final = 0.7
+"""The share of the rate of the first short measurement with which the search begins. Goodput is mostly lower than that rate."""
+MAX_BUDGET_MINUTES: Final = 7 * 24 * 60
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputOutcome:
+    """The end of a search, as the exit status tells it."""
+
+    complete: bool
+    reason: str
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _GoodputPlan:
+    """All that is known before the first request."""
+
+    workload: Workload
+    arrivals: Arrivals
+    tokenizer: Tokenizer | None
+    slo: Slo
+    limits: SpaceLimits
+    state: inference_pb2.GetClusterStateResponse
+    model: inference_pb2.GetModelInfoResponse
+    earlier: SearchFile | None
+    earlier_path: Path | None
+    budget_s: float
+
+
+def search(flags: Mapping[str, Any]) -> GoodputOutcome:
+    """Make the search that the flags describe, print its tables and keep its file. Raises `PdserveError`."""
+    with raised_priority(), AdminClient(flags["admin_address"], flags["cluster_token"]) as admin:
+        plan = _plan(flags, admin)
+        return uvloop.run(_Session(flags, plan, admin, make_console()).run())
+
+
+def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
+    """Check the flags, ask the cluster, and read the workload and the file of an earlier search."""
+    budget_s = flags["budget_minutes"] * 60
+    if not 0 < flags["budget_minutes"] <= MAX_BUDGET_MINUTES:
+        raise ConfigError(f"--budget-minutes: {flags['budget_minutes']:g} is not above 0 and at most {MAX_BUDGET_MINUTES}")
+    for name in ("ttft", "tpot"):
+        if not 0 <= flags[name] < math.inf:
+            raise ConfigError(f"--{name}: {flags[name]:g} is not a number of seconds of at least 0")
+    result_file: Path | None = flags["result_file"]
+    if result_file is not None and not result_file.parent.is_dir():
+        raise ConfigError(f"--result-file: the folder {result_file.parent} does not exist")
+    tokenizer = _tokenizer(flags["tokenizer"])
+    with InferenceClient(flags["address"]) as client:
+        model = client.model_info()
+    overrides = []
+    if tokenizer is None and read_spec(flags["workload"]).vocab_size is None:
+        overrides.append(f"vocab_size={model.vocab_size}")
+    workload = load_workload(flags["workload"], tokenizer, max_model_len=model.max_model_len, overrides=overrides)
+    own = workload.spec.arrivals
+    arrivals = Arrivals() if own.kind in ("inf", "closed") else own
+    state = admin.cluster_state()
+    path = flags["resume"] or result_file
+    earlier = read_search(path) if path is not None and (flags["resume"] is not None or path.exists()) else None
+    slo = Slo(flags["ttft"] or None, flags["tpot"] or None)
+    return _GoodputPlan(
+        workload, arrivals, tokenizer, slo, limits_of(state), state, model, earlier, path if earlier else None, budget_s
+    )
+
+
+def _tokenizer(name: str | None) -> Tokenizer | None:
+    if name is None:
+        return None
+    from pdserve.checkpoint.resolve import resolve
+
+    return Tokenizer.load(resolve(name))
+
+
+class _Session:
+    """One search. It owns the target and the view."""
+
+    def __init__(self, flags: Mapping[str, Any], plan: _GoodputPlan, admin: AdminClient, console: Console) -> None:
+        self._flags = flags
+        self._plan = plan
+        self._admin = admin
+        self._console = console
+        now = datetime.datetime.now(datetime.UTC)
+        left_out = {"cluster_token", "result_file", "resume", "tokenizer", "workload"}  # a file keeps no secrets and no paths
+        self._meta = collect_meta(
+            workload=plan.workload.spec.to_dict(),
+            configuration={name: value for name, value in flags.items() if name not in left_out and value is not None},
+            seed=flags["seed"],
+            slos={"": plan.slo},
+            started=now,
+            ended=now,
+            cluster=cluster_meta(plan.state, plan.model),
+        )
+        self._points: list[Point] = list(plan.earlier.result.points) if plan.earlier else []
+        self._settings: SearchSettings | None = None
+        self._result: GoodputResult | None = None
+        self._shaper = Shaper(AdminPort(admin))
+        self._home: Home | None = None
+
+    async def run(self) -> GoodputOutcome:
+        """Search, and print the table of the layouts, also after Ctrl-C."""
+        for note in self._plan.workload.notes:
+            self._console.print(note)
+        if self._plan.arrivals.kind != self._plan.workload.spec.arrivals.kind:
+            given = self._plan.workload.spec.arrivals.kind
+            self._console.print(
+                f"arrivals of kind {given} have no rate: the search sends {self._plan.arrivals.kind} ones instead"
+            )
+        target = GrpcTarget(self._flags["address"], RequestOptions())
+        try:
+            stop = await _until_interrupted(self._search(target))
+        finally:
+            await target.close()
+        complete, reason = (False, "it was interrupted") if stop is None else stop
+        if refused := [one.refused for one in self._points if one.refused]:
+            reason += f". {len(refused)} of {len(self._points)} points do not count; the last one because {refused[-1]}"
+        if self._shaper.restored:
+            self._home = None
+        elif stop is None:
+            reason += (
+                ". The first layout is not back: look at `pdserve status`, and run the same command again or `pdserve flip`"
+            )
+            self._console.print(reason)
+        if self._settings is not None:
+            self._keep(self._points, complete)
+        if self._result is not None and self._settings is not None:
+            self._console.print(layouts(self._result))
+            found = any(one.goodput_per_s for one in self._result.layouts)
+            for name, seqs in (GoodputSearch(self._settings).knees(self._points) if found else {}).items():
+                self._console.print(f"{name}: max_num_seqs {seqs} is the smallest that was seen to cost no goodput")
+        return GoodputOutcome(complete, reason, stop is None)
+
+    async def _search(self, target: GrpcTarget) -> tuple[bool, str]:
+        """Search until the end or the budget, and return whether it is complete, and why it ended."""
+        began_s = time.monotonic()
+        plan, flags = self._plan, self._flags
+        cluster = LiveCluster(self._admin)
+        await cluster.wait_idle(0.0)
+        encode = _encode(plan.tokenizer)
+        await self._remember_home()
+        with SearchView(self._console, lambda points: self._keep(points, False)) as view:
+            settings = self._settings_of(await self._guess(target, cluster))
+            if plan.earlier is not None and plan.earlier_path is not None:
+                check_same(plan.earlier_path, plan.earlier, settings, self._identity())
+            self._settings = settings
+            self._keep(self._points, False)  # with the first layout, before it is changed
+            measure = LiveMeasure(
+                settings,
+                plan.workload,
+                plan.arrivals,
+                target,
+                cluster,
+                flags["seed"],
+                (lambda rows: "") if flags["allow_late"] else refusal,
+                observe=view.row,
+                encode=encode,
+                placement=flags["placement"],
+            )
+            left_s = plan.budget_s - (time.monotonic() - began_s)
+            _, stop = await carry_out(
+                GoodputSearch(settings),
+                measure,
+                self._shaper,
+                view,
+                points=self._points,
+                budget_s=left_s,
+                clock=time.monotonic,
+            )
+        return stop.complete, stop.reason
+
+    async def _remember_home(self) -> None:
+        """Note the layout that must come back: that of an earlier search which did not, while its workers still run."""
+        port = AdminPort(self._admin)
+        now = await port.look()
+        owed = self._plan.earlier.home if self._plan.earlier else None
+        if owed is not None and owed.pids == pids_of(now):
+            self._home, self._shaper = owed, Shaper(port, owed=owed)
+            self._console.print("the earlier search did not bring the first layout back: this one will")
+        else:
+            self._home = home_of(now)
+
+    async def _guess(self, target: GrpcTarget, cluster: LiveCluster) -> tuple[float, float | None]:
+        """Return a rate to begin with, and the share of prompts in the computing. A short run tells both.
+
+        An earlier search tells its own, so that it goes on as it would have.
+        """
+        plan, flags = self._plan, self._flags
+        if plan.earlier is not None:
+            return plan.earlier.settings.first_rate_per_s, None
+        if flags["first_rate"] is not None:
+            return flags["first_rate"], None
+        longest_s = (plan.slo.ttft_s or 0.0) + (plan.slo.tpot_s or 0.0) * plan.workload.mean_output_tokens
+        probe_s = min(max(_PROBE_S, 2 * longest_s), plan.budget_s / 4)
+        settings = self._settings_of((1.0, None))
+        measure = LiveMeasure(
+            settings, plan.workload, plan.arrivals, target, cluster, flags["seed"], refusal, encode=_encode(plan.tokenizer)
+        )
+        self._console.print(f"measuring for {probe_s:.0f} s to find a first rate")
+        before = await cluster.counters()
+        rate_per_s = await measure.probe(4 * plan.limits.workers, probe_s)
+        share = prompt_share(before, await cluster.counters())
+        if rate_per_s == 0.0:
+            raise ConfigError(
+                f"--first-rate: no request was answered whole within {probe_s:.0f} s, so no first rate is known: send one with "
+                "`pdserve generate`, or set --first-rate"
+            )
+        return rate_per_s * _SAFE_SHARE, share
+
+    def _settings_of(self, guess: tuple[float, float | None]) -> SearchSettings:
+        plan, flags = self._plan, self._flags
+        first_rate_per_s, share = guess
+        chunks = chunks_of(flags["chunks"], plan.limits)
+        prefills = splits_of(flags["splits"], plan.limits.workers, share)
+        if plan.earlier is not None and flags["splits"] == AUTO:
+            prefills = plan.earlier.settings.prefills
+        return SearchSettings(
+            slo=plan.slo,
+            workers=plan.limits.workers,
+            prefills=prefills,
+            chunks=chunks,
+            chunk_tokens=first_chunk(chunks, plan.limits),
+            max_num_seqs=plan.limits.max_num_seqs,
+            first_rate_per_s=first_rate_per_s,
+            mean_output_tokens=plan.workload.mean_output_tokens,
+            attainment=flags["attainment"],
+            tolerance=flags["tolerance"],
+            max_point_s=flags["max_point_s"] or plan.budget_s / _POINTS_OF_A_BUDGET,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal for a search to go on."""
+        hellos = [one.hello for one in self._plan.state.workers]
+        return {
+            "workload": self._plan.workload.fingerprint,
+            "seed": self._flags["seed"],
+            "placement": self._flags["placement"],
+            "model": sorted({one.model_fingerprint for one in hellos}),
+            "dtype": sorted({one.dtype for one in hellos}),
+            "quantization": sorted({one.quantization for one in hellos}),
+        }
+
+    def _keep(self, points: Sequence[Point], complete: bool) -> None:
+        """Keep the points and, where a file is wanted, write it."""
+        assert self._settings is not None
+        self._points = list(points)
+        plan, settings = self._plan, self._settings
+        search = GoodputSearch(settings)
+        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        meta = self._meta | {"ended": ended, "max_num_seqs_knee": search.knees(self._points)}
+        self._result = GoodputResult(
+            plan.slo,
+            settings.attainment,
+            plan.workload.spec.to_dict(),
+            search.results(self._points),
+            tuple(self._points),
+            complete,
+            meta,
+        )
+        if self._flags["result_file"] is not None:
+            write_search(self._flags["result_file"], SearchFile(settings, self._identity(), self._result, self._home))
+
+
+def _encode(tokenizer: Tokenizer | None) -> Callable[[str], tuple[int, ...]] | None:
+    if tokenizer is None:
+        return None
+    return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+async def _until_interrupted(work: Coroutine[Any, Any, tuple[bool, str]]) -> tuple[bool, str] | None:
+    """Await the search. Return None when SIGINT or SIGTERM has ended it and the first layout is back."""
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            task.cancel()
+            raise
+        return None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,102 @@
+"""The settings of a search for goodput. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.errors import ConfigError
+from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.search.trial import TrialSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """The layouts that a search may try, and how exact it is. A search goes on only with equal settings."""
+
+    slo: Slo
+    workers: int
+    prefills: tuple[int, ...]
+    """The numbers of prefill workers, the most promising first. 0: all workers are colocated."""
+    chunks: tuple[int, ...]
+    """The sizes of chunks (`max_num_batched_tokens`)."""
+    chunk_tokens: int
+    """The size with which the splits are compared first: one of `chunks`."""
+    max_num_seqs: int
+    """The most sequences of a step that the workers were started with."""
+    first_rate_per_s: float
+    """The rate at which the search begins: a guess."""
+    mean_output_tokens: float
+    attainment: float = 0.9
+    """The share of the requests that should meet both targets."""
+    tolerance: float = 0.05
+    """An interval of the goodput is narrow enough when its ends differ by this share."""
+    max_point_s: float = 120.0
+    """The longest run of one rate."""
+    min_rate_per_s: float = 0.0
+    """No lower rate is tried. 0: a 256th of the first rate."""
+    max_points: int = 18
+    """The most points of one layout."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError`, which names the field and its limit."""
+        limits = (
+            ("attainment", 0.0 < self.attainment < 1.0, f"{self.attainment:g} is not between 0 and 1, both excluded"),
+            ("tolerance", 0.01 <= self.tolerance <= 1.0, f"{self.tolerance:g} is not between 0.01 and 1"),
+            ("splits", bool(self.prefills), "names no split, but at least one is needed"),
+            (
+                "splits",
+                all(0 <= prefill < self.workers for prefill in self.prefills),
+                f"names {self.prefills} prefill workers of {self.workers} workers, but at least one worker must decode",
+            ),
+            ("chunks", self.chunk_tokens in self.chunks, f"{self.chunks} lacks the first size, {self.chunk_tokens}"),
+            ("chunks", min(self.chunks, default=0) >= 1, f"{self.chunks} must all be at least 1 token"),
+            ("max_num_seqs", self.max_num_seqs >= 1, f"{self.max_num_seqs} is below 1"),
+            ("first_rate", self.first_rate_per_s > 0.0, f"{self.first_rate_per_s:g} requests a second is not above 0"),
+            ("ttft", (self.slo.ttft_s or self.slo.tpot_s) is not None, "ttft and tpot are both missing: give at least one"),
+            (
+                "max_point_s",
+                self.max_point_s > self.warm_s,
+                f"{self.max_point_s:g} s is not longer than {self.warm_s:g} s, for which a request within its targets may stay:"
+                " give a larger --budget-minutes or --max-point-s",
+            ),
+        )
+        for field, holds, message in limits:
+            if not holds:
+                raise ConfigError(f"{field}: {message}")
+
+    @property
+    def floor_per_s(self) -> float:
+        """The lowest rate that is tried."""
+        return self.min_rate_per_s or self.first_rate_per_s / 256
+
+    @property
+    def decidable_per_s(self) -> float:
+        """The lowest rate at which the longest run has enough requests for a yes: 80, if all of them are good."""
+        return 80.0 / (self.max_point_s - self.warm_s)
+
+    @property
+    def warm_s(self) -> float:
+        """The longest stay of a mean request within its targets: by then, the cluster is as full as it gets."""
+        return (self.slo.ttft_s or 0.0) + (self.slo.tpot_s or 0.0) * self.mean_output_tokens
+
+    def min_yes_s(self, resolution: float) -> float:
+        """Return the least time of a run that may say yes, after it is warm.
+
+        A rate above what the cluster can serve, by `resolution`, makes the wait pass the target of TTFT in a third of it.
+        """
+        return 3.0 * (self.slo.ttft_s or 1.0) / resolution
+
+    @property
+    def reachable_tolerance(self) -> float:
+        """The tolerance that the longest run allows: it is too short to tell rates apart that differ by less."""
+        measured_s = self.max_point_s - min(self.warm_s, self.max_point_s / 2)
+        return max(self.tolerance, self.min_yes_s(1.0) / measured_s)
+
+    def base(self, prefill: int) -> Layout:
+        """Return a split with the settings with which splits are compared first."""
+        return Layout(prefill, self.workers - prefill, self.chunk_tokens, self.max_num_seqs)
+
+    def trial(self, rate_per_s: float, min_yes_s: float, max_s: float) -> TrialSettings:
+        """Return the limits of a test of one rate."""
+        warm_s = min(self.warm_s, max_s / 2)
+        return TrialSettings(self.attainment, rate_per_s, warm_s, min(min_yes_s, 0.9 * (max_s - warm_s)), max_s)

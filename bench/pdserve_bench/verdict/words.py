@@ -1,0 +1,194 @@
+"""The verdict in simple sentences. The terminal, the page and the picture print the same ones. Pure.
+
+Every number of a sentence is a number of the verdict.
+"""
+
+from __future__ import annotations
+
+from pdserve_bench.verdict import units
+from pdserve_bench.verdict.data import CandidateData, ConstraintData, DecisionData, Doubt, FlipData, VerdictData
+from pdserve_bench.verdict.sentences import AS_SHARE, AS_TIME, BINDINGS, DOUBTS, HEADLINES, LEVERS, OUTCOMES
+from pdserve_bench.verdict.units import number, percent, rate, seconds, spread, times
+
+
+def headline(verdict: VerdictData) -> str:
+    """Return the answer in one line."""
+    return HEADLINES[verdict.decision]
+
+
+def trust(verdict: VerdictData) -> str:
+    """Return how far the verdict may be trusted, in one sentence."""
+    serious = sum(one.serious for one in verdict.doubts)
+    if not serious:
+        return "Nothing serious speaks against this measurement."
+    return "One thing could change this answer." if serious == 1 else "Several things could change this answer."
+
+
+def reasons(verdict: VerdictData) -> list[str]:
+    """Return the sentences below the headline."""
+    found = [_ratio(verdict)]
+    if verdict.chosen is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
+        found.append(_run(verdict, verdict.chosen))
+    if verdict.compared is not None:
+        found += _compared(verdict)
+    if verdict.moved is not None and verdict.moved.bytes_per_request:
+        one = verdict.moved
+        found.append(
+            f"Two pools move {units.size(one.bytes_per_request)} of KV for each request, "
+            f"{units.size(one.bytes_per_s)} a second at {rate(one.rate_per_s)}. The median request waits "
+            f"{seconds(one.exposed_transfer_p50_s)} for it after its first "
+            "token."
+        )
+    return [one for one in found if one]
+
+
+def _ratio(verdict: VerdictData) -> str:
+    two, one, ratio = verdict.apart, verdict.together, verdict.ratio
+    if verdict.decision is DecisionData.UNMEASURED:
+        return "The search has no layout with a point that counts. Mend what is named below, and measure again."
+    if verdict.decision is DecisionData.NOTHING:
+        return (
+            f"At every measured rate fewer than {percent(verdict.attainment)} of the requests met {targets(verdict)}. "
+            "Allow longer times, or use faster workers."
+        )
+    if verdict.decision is DecisionData.OPEN:
+        return (
+            "No measured rate is known to be kept, and not every layout is known to miss one: the runs were too few or too "
+            "short. Search for longer (--budget-minutes, --max-point-s)."
+        )
+    if two is None or one is None or ratio is None:
+        missing = "no layout with two pools" if two is None else "no colocated layout"
+        return f"The search measured {missing}. Measure one on the same workers."
+    if ratio.value is None:
+        return f"Only two pools meet the targets: {two.name} serves {rate(two.goodput.value or 0.0)}, and {one.name} none."
+    return (
+        f"Two pools ({two.name}) serve {times(ratio.value)} times the requests of the best colocated layout ({one.name}) "
+        f"on the same workers; 95 % interval: {units.ratio_between(ratio)}."
+    )
+
+
+def _run(verdict: VerdictData, chosen: CandidateData) -> str:
+    layout = chosen.layout
+    why = ""
+    if verdict.decision is DecisionData.UNDECIDED:
+        why = " until it is decided, because one pool is simpler" if not layout.disaggregated else " until it is decided"
+    return (
+        f"Run {chosen.name}, with chunks of {number(layout.chunk_tokens)} tokens (--max-num-batched-tokens) and --max-num-seqs "
+        f"{number(layout.max_num_seqs)}{why}. Expect {spread(chosen.goodput)} requests/s with {percent(verdict.attainment)} of "
+        f"them within {targets(verdict)}."
+    )
+
+
+def _compared(verdict: VerdictData) -> list[str]:
+    found = verdict.compared
+    assert found is not None
+    gain = "shorter" if found.itl_p99_gained_s >= 0 else "longer"
+    pay = "later" if found.ttft_p50_paid_s >= 0 else "earlier"
+    return [
+        f"At {rate(found.apart_rate_per_s)} against {rate(found.together_rate_per_s)}, two pools have a p99 ITL of "
+        f"{seconds(found.apart_itl_p99_s)} instead of {seconds(found.together_itl_p99_s)}: "
+        f"{seconds(abs(found.itl_p99_gained_s))} {gain}.",
+        f"Their first token comes {seconds(abs(found.ttft_p50_paid_s))} {pay}: the median TTFT is "
+        f"{seconds(found.apart_ttft_p50_s)} instead of {seconds(found.together_ttft_p50_s)}.",
+    ]
+
+
+def targets(verdict: VerdictData) -> str:
+    """Return the targets of requests."""
+    slo = verdict.slo
+    parts = [f"{name} {seconds(one)}" for name, one in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if one is not None]
+    return " and ".join(parts) or "no targets"
+
+
+def cards(verdict: VerdictData) -> list[tuple[str, str, str]]:
+    """Return the key figures: (name, value, note)."""
+    found = []
+    if (chosen := verdict.chosen) is not None:
+        sizes = f"chunk {number(chosen.layout.chunk_tokens)}, {number(chosen.layout.max_num_seqs)} seqs"
+        found.append(("layout", chosen.name, sizes))
+        found.append(("goodput, requests/s", number(chosen.goodput.value or 0.0), units.between(chosen.goodput)))
+    if verdict.ratio is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
+        value = "no baseline" if verdict.ratio.value is None else f"{times(verdict.ratio.value)} x"
+        found.append(("two pools to one", value, units.ratio_between(verdict.ratio)))
+    if (compared := verdict.compared) is not None:
+        note = f"{seconds(compared.apart_itl_p99_s)}, not {seconds(compared.together_itl_p99_s)}"
+        found.append(("p99 ITL gained", seconds(compared.itl_p99_gained_s), note))
+        note = f"{seconds(compared.apart_ttft_p50_s)}, not {seconds(compared.together_ttft_p50_s)}"
+        found.append(("median TTFT paid", seconds(compared.ttft_p50_paid_s), note))
+    if (moved := verdict.moved) is not None and moved.bytes_per_request:
+        found.append(("KV a request", units.size(moved.bytes_per_request), f"{units.size(moved.bytes_per_s)}/s"))
+    return [*found, *_money(verdict)]
+
+
+def _money(verdict: VerdictData) -> list[tuple[str, str, str]]:
+    cost = verdict.cost
+    if cost is None:
+        return []
+    name, own, other = "tokens a worker-hour", cost.tokens_per_worker_hour, cost.baseline_tokens_per_worker_hour
+    if cost.tokens_per_dollar is not None:
+        name, own, other = "tokens a dollar", cost.tokens_per_dollar, cost.baseline_tokens_per_dollar
+    note = f"{units.between(own)}"
+    if other is not None and other.value is not None:
+        note = f"colocated: {units.tokens(other.value)}"
+    return [(name, units.tokens(own.value or 0.0), note)]
+
+
+def constraint(found: ConstraintData) -> list[str]:
+    """Return what binds, how it was seen, and what to do about it."""
+    said, lever = BINDINGS[found.binding]
+    seen = []
+    if found.rate_per_s is not None:
+        parts = [f"at {rate(found.rate_per_s)}"]
+        if found.ttft_p99_s is not None and found.tpot_p99_s is not None:
+            parts.append(f"p99 TTFT {seconds(found.ttft_p99_s)}, p99 TPOT {seconds(found.tpot_p99_s)}")
+        if found.prefill_busy_share is not None:
+            parts.append(f"prefill workers compute {percent(found.prefill_busy_share)} of the time")
+        if found.decode_busy_share is not None:
+            parts.append(f"decode workers compute {percent(found.decode_busy_share)} of the time")
+        if found.sequences_per_worker:
+            parts.append(f"{number(found.sequences_per_worker)} sequences a decode worker")
+        seen = [f"Seen {', '.join(parts)}."]
+    return [said, *seen, lever]
+
+
+def flip(found: FlipData) -> str:
+    """Return one change of the answer as a sentence."""
+    name, up, down = LEVERS[found.lever]
+    units_of = {"prompt": "tokens", "output": "tokens", "workers": "workers"}
+    value = (
+        "" if found.value is None else seconds(found.value) if found.lever in ("tpot", "ttft") else number(round(found.value))
+    )
+    value = f" ({value}{' ' + units_of[found.lever] if found.lever in units_of else ''})" if value else ""
+    sure = ""
+    if found.low is not None and found.high is not None and found.high > 1.01 * found.low:
+        sure = f", somewhere from {times(found.low)} to {times(found.high)}"
+    way = up if found.factor >= 1 else down
+    return f"{way.capitalize()} {name}: at {times(found.factor)} times the present value{value}{sure}, {OUTCOMES[found.to]}."
+
+
+def effort(verdict: VerdictData) -> str:
+    """Return how much was measured."""
+    return (
+        f"Measured: layouts: {number(len(verdict.candidates))}, points: {number(verdict.points)}, requests that count: "
+        f"{number(verdict.requests)}, in {seconds(verdict.measured_s)} of load. Targets: {percent(verdict.attainment)} of the "
+        f"requests within {targets(verdict)}."
+    )
+
+
+def flips(verdict: VerdictData) -> list[str]:
+    """Return the sentences about what would change the answer."""
+    if verdict.flips:
+        return [flip(one) for one in verdict.flips]
+    if verdict.fit is None:
+        return ["No model could be calibrated: it needs measured points, and a goodput, of both kinds of layouts."]
+    return ["No single change of up to a factor of 16 changes the answer, or the model does not fit the measurement."]
+
+
+def doubt(found: Doubt) -> str:
+    """Return a doubt as a sentence."""
+    said = {
+        name: seconds(value) if name in AS_TIME else percent(value) if name in AS_SHARE else number(value)
+        for name, value in found.numbers.items()
+    }
+    quote = LEVERS[found.quote][0] if found.name == "near_flip" else found.quote
+    return DOUBTS[found.name].format(quote=quote, **said)
