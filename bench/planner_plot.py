@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve_bench.report.themed_figure import LineColours, draw_both
+from pdserve_bench.report.plot import LineColours, draw_both
 from sim.perf.days import Day
 from sim.perf.report import PoolsAt
 from sim.perf.statics import Split

@@ -22,8 +22,8 @@ from pdserve.planner.observe import ClusterReading, observe
 from pdserve.rpc.v1 import inference_pb2
 from pdserve_bench.load.generator import run_load
 from pdserve_bench.load.grpc_target import GrpcTarget
-from pdserve_bench.load.limits import RunLimits
-from pdserve_bench.load.options import RequestOptions
+from pdserve_bench.load.schedule import RunLimits
+from pdserve_bench.load.target import RequestOptions
 from pdserve_bench.row import BenchRow
 from pdserve_bench.workload.request import BenchRequest
 

@@ -35,7 +35,7 @@ from bench.service.server_side import Observed, compared_table, cores_table, cou
 from pdserve.checkpoint.resolve import resolve
 from pdserve.commands.console import make_console
 from pdserve.config import MIB, EngineConfig
-from pdserve_bench.report.bootstrap import Interval, interval, mean_of, percentile_of
+from pdserve_bench.report.compare import Interval, interval, mean_of, percentile_of
 from testkit.processes import ProcessCluster
 
 ROUNDS = 5

@@ -11,9 +11,8 @@ from typing import Final
 from pdserve_bench.layout import Slo
 from pdserve_bench.load.generator import run_load
 from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve_bench.load.limits import RunLimits
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.schedule import RunLimits
+from pdserve_bench.load.target import LoadAnswer, LoadCall, RequestOptions
 from pdserve_bench.report.summary import Distribution, summarise
 from pdserve_bench.row import BenchRow
 from pdserve_bench.workload.request import BenchRequest, Ids

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench.transfer.sweep_report import Sweep, name_of
 from bench.transfer.ways import WAYS
-from pdserve_bench.report.themed_figure import LineColours, draw_both
+from pdserve_bench.report.plot import LineColours, draw_both
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

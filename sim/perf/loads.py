@@ -25,7 +25,7 @@ from typing import Final
 
 from pdserve.core.slo import SloClass
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
-from pdserve_bench.workload.lengths import Lognormal
+from pdserve_bench.workload.request import Lognormal
 from pdserve_bench.workload.traces import BLOCK_TOKENS
 from sim.perf.cluster import ClusterSpec, calm_router
 from sim.perf.costs import LLAMA2_70B_A100, CostModel, StepWork

@@ -13,9 +13,9 @@ import yaml
 
 from pdserve_bench.commands.group import bench
 from pdserve_bench.workload import spec
-from pdserve_bench.workload.arrivals import Arrivals
 from pdserve_bench.workload.jsonl import JsonlLine
-from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.request import Arrivals
+from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import load_workload
 
 ROOT = Path(__file__).resolve().parents[2]

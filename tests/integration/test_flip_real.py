@@ -15,9 +15,8 @@ from pdserve.client import AdminClient, CallFailed
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import common_pb2
 from pdserve_bench.layout import Layout
-from pdserve_bench.search.cluster_port import AdminPort
 from pdserve_bench.search.reshape import homes_of
-from pdserve_bench.search.shaper import Shaper
+from pdserve_bench.search.shaper import AdminPort, Shaper
 from testkit.client import Answer, generate_all, request
 from testkit.held_worker import Hold
 from testkit.load import Load

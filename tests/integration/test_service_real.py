@@ -19,11 +19,9 @@ from pdserve.config import RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from pdserve_bench.load.generator import run_load
 from pdserve_bench.load.grpc_target import GrpcTarget
-from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve_bench.load.limits import RunLimits
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.server_info import ask_server
-from pdserve_bench.load.target import Target
+from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget, ask_server
+from pdserve_bench.load.schedule import RunLimits
+from pdserve_bench.load.target import RequestOptions, Target
 from pdserve_bench.row import BenchRow
 from pdserve_bench.workload.request import AnswerOf, BenchRequest
 from testkit.client import generate, generate_all, request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve_bench.report.themed_figure import LineColours, draw_both
+from pdserve_bench.report.plot import LineColours, draw_both
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,10 +27,10 @@ def compare(a: Path, b: Path, as_json: bool, plot: Path | None, seed: int) -> in
     of 1. Both are judged by the targets of A. Runs with different workloads are shown, but not compared: the status is then 1.
     """
     from pdserve.commands.console import make_console
-    from pdserve_bench.report.columns import columns
     from pdserve_bench.report.compare import compare_runs
     from pdserve_bench.report.files import read_run
     from pdserve_bench.report.meta import slos_of
+    from pdserve_bench.report.summary import columns
     from pdserve_bench.report.table import comparison_table
 
     run_a, run_b = read_run(a), read_run(b)

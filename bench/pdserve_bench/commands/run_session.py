@@ -5,53 +5,45 @@ from __future__ import annotations
 import asyncio
 import datetime
 import itertools
+import math
+import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import grpc
+import msgspec
 import numpy as np
 import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
+from rich.live import Live as LiveArea
+from rich.text import Text
 
+from pdserve.client import CALL_TIMEOUT_S, OPTIONS, InferenceClient
 from pdserve.commands.console import make_console
 from pdserve.commands.requests import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.text.tokenizer import Tokenizer
-from pdserve_bench.commands.live_line import live_line
-from pdserve_bench.commands.preflight import ask_router, check_files, check_memory, check_text
-from pdserve_bench.commands.run_flags import (
-    arrivals_of_flags,
-    limits_of_flags,
-    metadata_of_flags,
-    percentiles_of_flag,
-    slo_of_flags,
-    workload_text,
-)
 from pdserve_bench.layout import Slo
-from pdserve_bench.load.generator import run_load
+from pdserve_bench.load.generator import raised_priority, run_load
 from pdserve_bench.load.grpc_target import GrpcTarget
-from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve_bench.load.lateness import refusal
-from pdserve_bench.load.limits import RunLimits
-from pdserve_bench.load.live import LiveFigures
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.priority import raised_priority
-from pdserve_bench.load.server_info import ServerInfo, ask_server
-from pdserve_bench.load.target import Target
-from pdserve_bench.load.watch import RunProgress
-from pdserve_bench.report.columns import columns
+from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget, ServerInfo, ask_server
+from pdserve_bench.load.schedule import RunLimits
+from pdserve_bench.load.target import RequestOptions, Target
+from pdserve_bench.load.watch import Live, LiveFigures, RunProgress, refusal
 from pdserve_bench.report.compare import compare_runs
 from pdserve_bench.report.files import Run, RunFileError, read_run, write_run
 from pdserve_bench.report.meta import cluster_meta, collect_meta, slos_of
-from pdserve_bench.report.summary import summarise
+from pdserve_bench.report.summary import columns, summarise
 from pdserve_bench.report.table import comparison_table, summary_table
 from pdserve_bench.row import BenchRow
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.request import BenchRequest, Ids, PromptPart
-from pdserve_bench.workload.spec import SessionSource, TextSource
+from pdserve_bench.workload.request import Arrivals, BenchRequest, Ids, PromptPart
+from pdserve_bench.workload.spec import SessionSource, TextSource, read_spec
 from pdserve_bench.workload.workload import Workload, load_workload
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -355,3 +347,244 @@ def _show(this: Run, plan: _RunPlan, progress: RunProgress, console: Console) ->
         console.print(f"{progress.held:,} requests had to wait for a place: --max-concurrency made the load less than planned")
     if plan.earlier is not None:
         console.print(comparison_table(compare_runs(plan.earlier, this, slos_of(plan.earlier.meta))))
+
+
+# The flags of `pdserve bench run`, checked, and what follows from them. The names are those of `vllm bench serve`.
+
+
+DEFAULT_PROMPTS: Final = 1000
+DEFAULT_INPUT_LEN: Final = 1024
+DEFAULT_OUTPUT_LEN: Final = 128
+_SLO_FIELDS: Final = {"ttft": "ttft_s", "tpot": "tpot_s"}
+MAX_PERCENTILES: Final = 20
+
+
+def slo_of_flags(values: Sequence[str]) -> Slo:
+    """Read `--goodput`, in vLLM's form: `ttft:1000 tpot:50`, in milliseconds. Without it, the default targets count, both of
+    them. Raises `ConfigError`."""
+    if not values:
+        return Slo()
+    targets: dict[str, float | None] = {"ttft_s": None, "tpot_s": None}
+    for value in " ".join(values).split():
+        name, _, number = value.partition(":")
+        if name not in _SLO_FIELDS:
+            raise ConfigError(f"--goodput: {value!r} is not of the form ttft:MS or tpot:MS")
+        try:
+            ms = float(number)
+        except ValueError:
+            ms = math.nan
+        if not 0 < ms < math.inf:
+            raise ConfigError(f"--goodput: {value!r} needs a number of milliseconds above 0")
+        targets[_SLO_FIELDS[name]] = ms / 1000
+    return Slo(**targets)
+
+
+def metadata_of_flags(values: Sequence[str]) -> dict[str, str]:
+    """Read `--metadata`: `KEY=VALUE`. Raises `ConfigError`."""
+    found: dict[str, str] = {}
+    for value in values:
+        key, equals, rest = value.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--metadata: {value!r} is not of the form KEY=VALUE")
+        if key in found:
+            raise ConfigError(f"--metadata: {key!r} is given twice")
+        found[key] = rest
+    return found
+
+
+def percentiles_of_flag(value: str) -> list[float]:
+    """Read `--percentiles`: numbers from 0 to 100 with commas between. Raises `ConfigError`."""
+    try:
+        numbers = [float(one) for one in value.split(",")]
+    except ValueError:
+        numbers = [math.nan]
+    if len(numbers) > MAX_PERCENTILES or not all(0 <= one <= 100 for one in numbers):
+        raise ConfigError(f"--percentiles: {value!r} is not a list of at most {MAX_PERCENTILES} numbers from 0 to 100")
+    return numbers
+
+
+def workload_text(workload: str | None, input_len: int | None, output_len: int | None) -> str:
+    """Return the workload that the flags name. Raises `ConfigError` when two flags name different ones."""
+    if workload is None:
+        lengths = (
+            DEFAULT_INPUT_LEN if input_len is None else input_len,
+            DEFAULT_OUTPUT_LEN if output_len is None else output_len,
+        )
+        return "random:{}/{}".format(*lengths)
+    for flag, value in (("--random-input-len", input_len), ("--random-output-len", output_len)):
+        if value is not None:
+            raise ConfigError(f"{flag}: --workload {workload} has lengths of its own; leave one of the two flags out")
+    return workload
+
+
+def arrivals_of_flags(
+    own: Arrivals, rate: float | None, burstiness: float | None, trace: bool, max_concurrency: int | None
+) -> Arrivals:
+    """Return the arrivals of a run: those of the workload, changed by flags. Raises `ConfigError`.
+
+    rate: requests a second; infinite sends all at once, or as fast as `max_concurrency` allows. None: the workload's own, or
+    else infinite, as in vLLM.
+    """
+    if trace:
+        if burstiness is not None:
+            raise ConfigError("--burstiness: recorded times have their own; leave --trace-timestamps or --burstiness out")
+        return Arrivals(kind="trace", rate_per_s=None if rate is None or rate == math.inf else rate)
+    if rate is not None and not rate > 0:
+        raise ConfigError(f"--request-rate: {rate:g} is not above 0")
+    if rate is None and (own.rate_per_s is not None or own.kind in ("trace", "inf", "closed")):
+        chosen = own
+    elif rate is None or rate == math.inf:
+        chosen = Arrivals(kind="inf" if max_concurrency is None else "closed")
+    elif own.kind in ("inf", "closed"):
+        chosen = Arrivals(kind="poisson", rate_per_s=rate)
+    else:
+        chosen = own.with_rate(rate)
+    if burstiness is None:
+        return chosen
+    if chosen.kind not in ("poisson", "gamma"):
+        raise ConfigError(f"--burstiness: arrivals of kind {chosen.kind} have none; set a finite --request-rate")
+    return msgspec.structs.replace(chosen, kind="gamma" if burstiness != 1 else "poisson", burstiness=burstiness)
+
+
+def limits_of_flags(
+    num_prompts: int | None,
+    duration_s: float | None,
+    max_concurrency: int | None,
+    warmup_requests: int,
+    warmup_s: float,
+    request_timeout_s: float,
+) -> RunLimits:
+    """Return the limits of a run. A run without any end has `DEFAULT_PROMPTS` requests, as in vLLM. Raises `ConfigError`."""
+    count = DEFAULT_PROMPTS if num_prompts is None and duration_s is None else num_prompts
+    return RunLimits(duration_s, count, max_concurrency, warmup_requests, warmup_s, request_timeout_s)
+
+
+# The view of a run of the load generator: two lines on a terminal, drawn four times a second. A file gets none.
+
+
+INTERVAL_S: Final = 0.25
+
+
+@asynccontextmanager
+async def live_line(console: Console, figures: LiveFigures, progress: RunProgress) -> AsyncIterator[None]:
+    """Draw the figures inside `async with`, on the event loop itself: a thread would take turns with it at any moment."""
+    if not console.is_terminal:
+        yield
+        return
+    with LiveArea(console=console, auto_refresh=False, transient=True) as area:
+        task = asyncio.create_task(_draw(area, figures, progress))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _draw(area: LiveArea, figures: LiveFigures, progress: RunProgress) -> None:
+    while True:
+        area.update(Text(line(figures.of(progress))), refresh=True)
+        await asyncio.sleep(INTERVAL_S)
+
+
+def line(live: Live) -> str:
+    """Write the figures as two lines."""
+    eta = "" if live.eta_s is None else f", {live.eta_s:.0f} s left"
+    return (
+        f"{live.elapsed_s:.0f} s{eta}: {live.sent:,} sent, {live.running:,} running, {live.done:,} done, "
+        f"{live.failed:,} failed\n"
+        f"{live.requests_per_s:.2f} req/s, {live.tokens_per_s:,.0f} tok/s, TTFT p50 {_ms(live.ttft_p50_s)} "
+        f"p99 {_ms(live.ttft_p99_s)}, ITL p99 {_ms(live.itl_p99_s)}, goodput {live.goodput_per_s:.2f}/s, "
+        f"send lag p99 {_ms(live.lag_p99_s)}"
+    )
+
+
+def _ms(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1000:.1f} ms"
+
+
+# The checks of `pdserve bench run` before its first request: a run of an hour must not fail at its end.
+
+
+MOST_OF_MEMORY: Final = 0.5
+"""The share of the machine's memory that the rows of a run may take. Writing them takes about as much again."""
+ROW_BYTES: Final = 2_000
+ARRIVAL_BYTES: Final = 96
+"""The memory of one message with tokens: a pair, its time and its place in the row."""
+
+
+def ask_router(address: str) -> tuple[int, int]:
+    """Return the size of the vocabulary and the longest context of the model that is served.
+
+    Raises `CallFailed`, and `Unavailable` when the router says that it cannot serve.
+    """
+    with InferenceClient(address) as client:
+        model = client.model_info()
+    if not _is_ready(address):
+        raise Unavailable(
+            f"the router at {address} is not ready: it has no worker for each step of a request. Start workers, or wait; "
+            "`pdserve status` shows which ones it has"
+        )
+    return model.vocab_size, model.max_model_len
+
+
+def _is_ready(address: str) -> bool:
+    """Ask the router's health service. A router without one counts as ready."""
+    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return True
+    return bool(answer.status != health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+def check_text(flags: Mapping[str, Any]) -> None:
+    """Refuse texts that no file of a run can hold. Raises `ConfigError` that names the flag."""
+    for name, value in flags.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and any("\ud800" <= char <= "\udfff" for char in text):
+                raise ConfigError(f"--{name.replace('_', '-')}: {text!r} is not UTF-8 text")
+
+
+def check_files(flags: Mapping[str, Any]) -> None:
+    """Check that the files of the run can be written. Raises `ConfigError` that names the flag."""
+    result, parquet = flags["result_file"], flags["parquet"]
+    if parquet is not None and parquet.suffix != ".parquet":
+        raise ConfigError(f"--parquet: the name {parquet.name} does not end with .parquet; choose one that does")
+    if result is not None and parquet is not None and result.resolve() == parquet.resolve():
+        raise ConfigError(f"--parquet: {parquet} is the file of --result-file; choose two files")
+    for flag, path in (("--result-file", result), ("--parquet", parquet)):
+        if path is not None:
+            _check_file(flag, path)
+
+
+def _check_file(flag: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise ConfigError(f"{flag}: {path} is a folder; name a file in it")
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".pdserve-", dir=path.parent) as file:
+            file.write(bytes(4096))
+    except OSError as exc:
+        raise ConfigError(f"{flag}: the folder {path.parent} cannot be written: {exc.strerror or exc}") from exc
+    if path.suffix == ".parquet":
+        from pdserve_bench.report.files import check_installed
+
+        check_installed()
+
+
+def check_memory(limits: RunLimits, mean_output_tokens: float) -> None:
+    """Refuse a number of requests whose rows do not fit into the memory. Raises `ConfigError`.
+
+    A run that also has a duration is not refused, since the duration most likely ends it.
+    """
+    if limits.num_requests is None or limits.duration_s is not None:
+        return
+    row_bytes = ROW_BYTES + ARRIVAL_BYTES * mean_output_tokens
+    most_bytes = MOST_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limits.num_requests * row_bytes > most_bytes:
+        raise ConfigError(
+            f"--num-prompts: the rows of {limits.num_requests:,} requests take {limits.num_requests * row_bytes / 2**30:,.1f} "
+            f"GiB, and at most {most_bytes / 2**30:,.1f} GiB are used; take at most {int(most_bytes / row_bytes):,}, or set "
+            "--duration"
+        )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdserve_bench.report.files import Run
     from pdserve_bench.search.result import GoodputResult
     from pdserve_bench.verdict.data import VerdictData
-    from pdserve_bench.verdict.plots.chart import Material
+    from pdserve_bench.verdict.plots import Material
 
 NO_ANSWER: Final = 3
 """The exit status when the measurement allows no answer."""
@@ -63,8 +63,7 @@ def verdict(
     """
     from pdserve.capacity.question import MOST_PRICE, check_real
     from pdserve_bench.verdict.decide import decide
-    from pdserve_bench.verdict.plots.chart import Material
-    from pdserve_bench.verdict.plots.drawing import need_matplotlib
+    from pdserve_bench.verdict.plots import Material, need_matplotlib
 
     if price_per_hour is not None:
         check_real("--price-per-hour", price_per_hour, MOST_PRICE)
@@ -124,13 +123,13 @@ def write(material: Material, html: Path | None, png: Path | None, dark: bool) -
     """Write the page and the picture, as far as they are wanted."""
     from pdserve_bench.report.files import write_whole
     from pdserve_bench.verdict import html_file
-    from pdserve_bench.verdict.plots import picture
-    from pdserve_bench.verdict.plots.theme import DARK, LIGHT
+    from pdserve_bench.verdict.plots import DARK, LIGHT
+    from pdserve_bench.verdict.plots import png as draw_png
 
     if html is not None:
         write_whole(html, html_file.html(material).encode())
     if png is not None:
-        write_whole(png, picture.png(material, html_file.content(material.verdict), DARK if dark else LIGHT))
+        write_whole(png, draw_png(material, html_file.content(material.verdict), DARK if dark else LIGHT))
 
 
 def summary(found: VerdictData) -> RenderableType:
@@ -141,7 +140,7 @@ def summary(found: VerdictData) -> RenderableType:
 
     from pdserve.commands.tables import table
     from pdserve_bench.verdict import words
-    from pdserve_bench.verdict.plots.chart import label
+    from pdserve_bench.verdict.plots import label
     from pdserve_bench.verdict.units import between, number
 
     layouts = table("layouts", ("layout",), ("requests/s", "95 % interval", "state"))

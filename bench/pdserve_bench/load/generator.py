@@ -7,22 +7,24 @@ owns them all: when it ends, on whatever path, none is left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import math
+import os
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
-from pdserve_bench.load.failures import NO_TOKENS, TARGET_BUG, TIMEOUT
-from pdserve_bench.load.garbage import collect_if_idle, quiet_garbage
-from pdserve_bench.load.limits import RunLimits
-from pdserve_bench.load.prompt import CannotFill, Encode, KeptAnswers, fill
-from pdserve_bench.load.schedule import Fail, RequestStart, Schedule
-from pdserve_bench.load.target import LoadAnswer, LoadCall, Target
+from pdserve_bench.load.schedule import Fail, RequestStart, RunLimits, Schedule
+from pdserve_bench.load.target import ANSWER_GONE, MIXED_PROMPT, NO_TOKENS, TARGET_BUG, TIMEOUT, LoadAnswer, LoadCall, Target
 from pdserve_bench.load.watch import LoadWatch, RunProgress, watch_nothing
 from pdserve_bench.row import STOPPED, BenchRow
-from pdserve_bench.workload.request import BenchRequest
+from pdserve_bench.workload.request import AnswerOf, BenchRequest, Ids
 
 POLL_S: Final = 0.001
 """The last part of a wait, in which the loop only polls. The timers of uvloop and epoll count whole milliseconds."""
@@ -236,3 +238,134 @@ def unsent_row(fail: Fail) -> BenchRow:
         session=request.session,
         error=fail.reason,
     )
+
+
+# The prompt of a request whose parts are earlier answers, and the answers that are kept for it.
+
+
+MAX_KEPT_TOKENS: Final = 1 << 22
+"""Tokens of answers that are kept. They need some 40 MiB."""
+
+Encode = Callable[[str], Ids]
+
+
+class CannotFill(Exception):
+    """A prompt has a part that cannot be filled in. The argument is the reason for the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    text: str
+    ids: array[int]
+    tokens: int
+
+
+class KeptAnswers:
+    """The latest answers. The oldest ones are dropped first."""
+
+    def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._answers: dict[int, _Kept] = {}
+        self._order: deque[int] = deque()
+
+    def keep(self, number: int, answer: LoadAnswer) -> None:
+        """Keep the answer of a request that was answered whole."""
+        kept = _Kept("".join(answer.texts), array("I", answer.ids), sum(count for _, count in answer.arrivals))
+        self._answers[number] = kept
+        self._order.append(number)
+        self._tokens += kept.tokens
+        while self._tokens > self._max_tokens:
+            self._tokens -= self._answers.pop(self._order.popleft()).tokens
+
+    def text(self, number: int) -> str:
+        """Return the text of an answer. Raises `CannotFill`."""
+        return self._get(number).text
+
+    def ids(self, number: int, encode: Encode | None) -> Ids:
+        """Return the tokens of an answer. Raises `CannotFill`."""
+        kept = self._get(number)
+        if kept.ids or not kept.text:
+            return tuple(kept.ids)
+        if encode is None:
+            raise CannotFill(ANSWER_GONE)
+        return encode(kept.text)
+
+    def _get(self, number: int) -> _Kept:
+        if number not in self._answers:
+            raise CannotFill(ANSWER_GONE)
+        return self._answers[number]
+
+
+def fill(request: BenchRequest, kept: KeptAnswers, encode: Encode | None) -> str | Ids:
+    """Return the whole prompt of a request: token ids if a part has ids, else text. Raises `CannotFill`."""
+    parts = request.prompt
+    if len(parts) == 1 and not isinstance(parts[0], AnswerOf):
+        return parts[0]
+    if not any(isinstance(part, tuple) for part in parts):
+        return "".join(kept.text(part.number) if isinstance(part, AnswerOf) else str(part) for part in parts)
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, str):
+            raise CannotFill(MIXED_PROMPT)
+        ids += kept.ids(part.number, encode) if isinstance(part, AnswerOf) else part
+    return tuple(ids)
+
+
+# The garbage collector during a run: it works only while nothing is due, because a full collection stops the generator.
+
+
+IDLE_S: Final = 0.02
+"""The shortest pause in which young objects are collected. A collection of `YOUNG` objects takes some 3 ms."""
+YOUNG: Final = 50_000
+MUST: Final = 2_000_000
+"""So many objects are collected at once, due or not. They hold some 200 MiB."""
+
+
+@contextmanager
+def quiet_garbage() -> Iterator[None]:
+    """Freeze what is there, and turn automatic collection off inside `with`."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def collect_if_idle(idle_s: float) -> None:
+    """Collect young objects if there are many and nothing is due for `idle_s`, or if there are too many."""
+    young = gc.get_count()[0]
+    if young > MUST or (young > YOUNG and idle_s >= IDLE_S):
+        gc.collect(0)
+
+
+# The priority of the generator: its threads go before those of servers on the same cores, where the system allows it.
+#
+# Niceness is not enough. Linux may share the cores between sessions first (sched(7), "The autogroup feature"); then a thread's
+# niceness counts only within its session, and a generator of niceness -10 waited for up to 1.8 s while two workers computed. A
+# thread of the lowest real-time priority did not wait. It sleeps most of the time, so servers lose nothing by that.
+
+
+REAL_TIME: Final = 1
+"""The lowest real-time priority. The kernel leaves 5 % of each core to other threads even if such a thread never sleeps."""
+
+
+@contextmanager
+def raised_priority() -> Iterator[bool]:
+    """Make this thread, and those that it starts, real-time threads inside `with`. Yield whether they are.
+
+    The system refuses it to users who have neither CAP_SYS_NICE nor a limit for it (`ulimit -r`). Nothing changes then.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REAL_TIME))
+    try:
+        yield os.sched_getscheduler(0) == os.SCHED_RR
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, policy, parameters)

@@ -14,10 +14,17 @@ from pdserve.client.command_line import NOTHING_LISTENS
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from pdserve_bench.load.failures import BAD_UTF8, BROKEN_STREAM, CONNECTION_REFUSED, TOO_MANY_TOKENS
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.served import served_of_message, served_of_timeline
-from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.target import (
+    BAD_UTF8,
+    BROKEN_STREAM,
+    CONNECTION_REFUSED,
+    TOO_MANY_TOKENS,
+    LoadAnswer,
+    LoadCall,
+    RequestOptions,
+    served_of_message,
+    served_of_timeline,
+)
 
 _PLACEMENTS: Final = {
     "": common_pb2.PLACEMENT_UNSPECIFIED,

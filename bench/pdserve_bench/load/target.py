@@ -1,12 +1,97 @@
-"""The server that gets the load, as the generator sees it."""
+"""The server that gets the load, as the generator sees it: calls, answers, and why calls fail."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
+import msgspec
+
+from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve_bench.row import Arrival, Served
 from pdserve_bench.workload.request import Ids
+
+# The reasons of failures that the generator itself names. A reason that a server gave stands in the row as it came.
+
+
+PREDECESSOR_FAILED: Final = "predecessor_failed"
+"""A request that this one continues has failed, so this one was never sent."""
+PREDECESSOR_UNKNOWN: Final = "predecessor_unknown"
+"""The workload names a request that has not come before this one."""
+ANSWER_GONE: Final = "answer_gone"
+"""The prompt holds an earlier answer that is no longer kept, or that came as text where the prompt has token ids."""
+MIXED_PROMPT: Final = "mixed_prompt"
+"""The prompt mixes text and token ids."""
+TIMEOUT: Final = "timeout"
+"""The request took longer than `request_timeout_s`."""
+CONNECTION_REFUSED: Final = "connection_refused"
+"""Nothing listens at the address, or its name is unknown."""
+CONNECT_FAILED: Final = "connect_failed"
+"""No connection could be made, for another reason: no sockets are left, or no certificate fits."""
+REDIRECTED: Final = "redirected"
+"""The server sent the request elsewhere. The load goes only to the server that was named."""
+BROKEN_STREAM: Final = "broken_stream"
+"""The connection or the stream ended before the answer did."""
+BAD_HTTP: Final = "bad_http"
+"""The answer is not HTTP."""
+BAD_JSON: Final = "bad_json"
+"""An event of the stream is not JSON of the form that OpenAI documents."""
+BAD_UTF8: Final = "bad_utf8"
+"""The prompt holds characters that UTF-8 cannot encode."""
+CHAT_NEEDS_TEXT: Final = "chat_needs_text"
+"""The prompt has token ids, which the chat endpoint does not take. `--backend openai` does."""
+LINE_TOO_LONG: Final = "line_too_long"
+"""One event of the stream is longer than the generator keeps."""
+HEAD_TOO_LONG: Final = "head_too_long"
+"""The head of the answer is longer than the generator keeps."""
+TOO_MANY_TOKENS: Final = "too_many_tokens"
+"""The server sent more messages with tokens than the request allows tokens."""
+NO_TOKENS: Final = "no_tokens"
+"""The answer ended well, but without a token."""
+TARGET_BUG: Final = "target_bug"
+"""The generator's own code failed. Its log has the traceback."""
+
+NEVER_SENT: Final = frozenset({PREDECESSOR_FAILED, PREDECESSOR_UNKNOWN, ANSWER_GONE, MIXED_PROMPT})
+"""Rows with these errors have no time of sending, so no lag."""
+
+MEANINGS: Final = {
+    PREDECESSOR_FAILED: "a request that it continues has failed, so it was never sent",
+    ANSWER_GONE: "the answer that it continues came as text, or is no longer kept; --tokenizer makes token ids of text",
+    MIXED_PROMPT: "its prompt mixes text and token ids",
+    TIMEOUT: "it took longer than --request-timeout-s",
+    REDIRECTED: "the server sends it elsewhere; name that address",
+    BROKEN_STREAM: "the connection or the stream ended before the answer did",
+    BAD_HTTP: "the answer is not HTTP; is this the HTTP port?",
+    BAD_JSON: "an event of the stream is not JSON of OpenAI's form",
+    BAD_UTF8: "the prompt or the name of the model is not UTF-8 text",
+    CHAT_NEEDS_TEXT: "the prompt has token ids; take --backend openai",
+    TOO_MANY_TOKENS: "the server sent more tokens than max_tokens",
+    NO_TOKENS: "the answer ended well, but without a token",
+    TARGET_BUG: "the generator failed; its log has the traceback",
+}
+"""A line for those reasons to which no server adds a message of its own."""
+
+
+# The fields that all requests of a run share. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The fields that all requests of a run share."""
+
+    model: str = ""
+    """The name of the model. Empty: the gRPC server takes any; an HTTP server is asked for it."""
+    ignore_eos: bool = True
+    """The answer has exactly `max_tokens` tokens."""
+    temperature: float = 0.0
+    """0 takes the likeliest token always, as other load generators do."""
+    cache_salt: str = ""
+    """KV of equal prompts is shared only with requests of the same salt. Empty: none is sent."""
+    placement: str = ""
+    """"auto", "disaggregated" or "colocated". Empty: the cluster's own."""
+
+
+# The server that gets the load, as the generator sees it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +141,42 @@ class Target(Protocol):
 
     async def close(self) -> None:
         """Close all connections. It may be called more than once."""
+
+
+# The server's report of a request, out of its gRPC message or its JSON.
+
+
+_PLACEMENTS = {common_pb2.PLACEMENT_DISAGGREGATED: "disaggregated", common_pb2.PLACEMENT_COLOCATED: "colocated"}
+
+
+_TIMELINE = msgspec.json.Decoder(Served)
+
+
+def served_of_json(report: Served, cached_prompt_tokens: int | None = None) -> Served:
+    """Return what a row keeps of a report in JSON, whose other fields were ignored."""
+    return replace(report, cached_prompt_tokens=cached_prompt_tokens)
+
+
+def served_of_timeline(line: str | bytes) -> Served:
+    """Return what a row keeps of a timeline, which answers carry in a header. A line of another form says nothing."""
+    try:
+        return served_of_json(_TIMELINE.decode(line))
+    except msgspec.DecodeError:
+        return Served()
+
+
+def served_of_message(report: inference_pb2.RequestReport, usage: inference_pb2.Usage) -> Served:
+    """Return what a row keeps of a report and a usage that came by gRPC."""
+    return Served(
+        cached_prompt_tokens=usage.cached_tokens if usage.HasField("cached_tokens") else None,
+        request_id=report.request_id,
+        placement=_PLACEMENTS.get(report.placement, ""),
+        prefill_worker=report.prefill_worker,
+        decode_worker=report.decode_worker,
+        queue_s=report.queue_s,
+        prefill_s=report.prefill_s,
+        transfer_s=report.transfer_s,
+        exposed_transfer_s=report.exposed_transfer_s,
+        kv_bytes=report.kv_bytes,
+        attempts=report.attempts,
+    )

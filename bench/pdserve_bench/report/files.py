@@ -6,17 +6,19 @@ The rows of a file that was read equal those that were written. A file appears w
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import os
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.report.flat_row import FIELDS, FlatRow, flat, row_of
-from pdserve_bench.row import BenchRow
+from pdserve_bench.row import BenchRow, Served
 
 FORMAT: Final = "pdserve-bench-run"
 VERSION: Final = 1
@@ -77,9 +79,7 @@ def read_run(path: Path) -> Run:
     """Read the file of a run. Raises `RunFileError`."""
     content = read_bytes(path)
     if path.suffix == ".parquet":
-        from pdserve_bench.report import parquet
-
-        meta, rows = parquet.decode(path, content)
+        meta, rows = decode_parquet(path, content)
     else:
         meta, rows = _decode_json(path, content)
     return Run(tuple(row_of(row) for row in rows), meta)
@@ -88,9 +88,8 @@ def read_run(path: Path) -> Run:
 def _encode(path: Path, rows: list[FlatRow], meta: dict[str, Any]) -> bytes:
     if path.suffix != ".parquet":
         return msgspec.json.encode(_Document(FORMAT, VERSION, meta, list(FIELDS), rows))
-    from pdserve_bench.report import parquet
 
-    return parquet.encode(rows, meta)
+    return encode_parquet(rows, meta)
 
 
 def check_head(path: Path, form: str, version: int) -> None:
@@ -157,3 +156,153 @@ def _named(place: str) -> str:
     index, _, more = column.partition("]")
     known = index.isdigit() and int(index) < len(FIELDS)
     return f"rows[{row}.{FIELDS[int(index)]}{more}" if known else place
+
+
+# One row of a run as the files hold it: fields in one fixed order, without anything nested but the arrivals. Pure.
+
+
+class FlatRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The fields of a `BenchRow`, then those of its `Served`. The arrivals are two lists of equal length."""
+
+    number: int
+    planned_s: float
+    sent_s: float
+    ended_s: float
+    prompt_tokens: int
+    output_tokens: int
+    warm_up: bool
+    slo_class: str
+    session: str
+    error: str
+    request_id: str
+    placement: str
+    prefill_worker: str
+    decode_worker: str
+    queue_s: float | None
+    prefill_s: float | None
+    transfer_s: float | None
+    exposed_transfer_s: float | None
+    kv_bytes: int | None
+    attempts: int | None
+    cached_prompt_tokens: int | None
+    arrival_times_s: list[float]
+    arrival_tokens: list[int]
+
+    def __post_init__(self) -> None:
+        """Refuse arrivals without their tokens. A file that is read raises `msgspec.ValidationError`."""
+        if len(self.arrival_times_s) != len(self.arrival_tokens):
+            raise ValueError(
+                f"{len(self.arrival_times_s)} arrival_times_s and {len(self.arrival_tokens)} arrival_tokens do not match"
+            )
+
+    def misfit(self) -> str:
+        """Return the name of the first field with infinity, NaN, or an integer of more than 64 bits. Empty: all are fine."""
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) if isinstance(value, float) else -LARGEST <= value <= LARGEST):
+                return name
+        return "" if all(map(math.isfinite, self.arrival_times_s)) else "arrival_times_s"
+
+
+FIELDS: Final = FlatRow.__struct_fields__
+NUMBERS: Final = (
+    *("number", "planned_s", "sent_s", "ended_s", "prompt_tokens", "output_tokens"),
+    *("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "kv_bytes", "attempts", "cached_prompt_tokens"),
+)
+LARGEST: Final = (1 << 63) - 1
+"""The largest integer of a column in parquet."""
+_OF_SERVED: Final = tuple(one.name for one in fields(Served))
+_OF_ROW: Final = tuple(one.name for one in fields(BenchRow) if one.name not in ("arrivals", "served"))
+
+
+def flat(row: BenchRow) -> FlatRow:
+    """Return the row as the files hold it."""
+    own = {name: getattr(row, name) for name in _OF_ROW}
+    served = {name: getattr(row.served, name) for name in _OF_SERVED}
+    times_s = [time_s for time_s, _ in row.arrivals]
+    return FlatRow(**own, **served, arrival_times_s=times_s, arrival_tokens=[tokens for _, tokens in row.arrivals])
+
+
+def row_of(row: FlatRow) -> BenchRow:
+    """Return the row that a file holds."""
+    own = {name: getattr(row, name) for name in _OF_ROW}
+    served = Served(**{name: getattr(row, name) for name in _OF_SERVED})
+    return BenchRow(**own, served=served, arrivals=tuple(zip(row.arrival_times_s, row.arrival_tokens, strict=True)))
+
+
+# The rows of a run as parquet: one column for each field, and lists of arrivals. pyarrow is loaded only here.
+
+
+_KEY: Final = b"pdserve"
+
+
+def _types(pa: Any) -> Any:
+    """Return the schema of the columns."""
+    whole, seconds, text = pa.int64(), pa.float64(), pa.string()
+    kinds = {"warm_up": pa.bool_(), "arrival_times_s": pa.list_(seconds), "arrival_tokens": pa.list_(whole)}
+    kinds |= dict.fromkeys(
+        ("slo_class", "session", "error", "request_id", "placement", "prefill_worker", "decode_worker"), text
+    )
+    return pa.schema([(name, kinds.get(name, seconds if name.endswith("_s") else whole)) for name in FIELDS])
+
+
+def _pyarrow() -> Any:
+    """Load pyarrow. Raises `ConfigError` where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as exc:
+        raise ConfigError("parquet needs pyarrow: run `pip install 'pdserve[bench]'`, or name the file *.json") from exc
+    return pyarrow
+
+
+def check_installed() -> None:
+    """Raise `ConfigError` where pyarrow is not installed."""
+    _pyarrow()
+
+
+def encode_parquet(rows: Sequence[FlatRow], meta: dict[str, Any]) -> bytes:
+    """Return a file of the rows. `meta` goes into the metadata of its schema."""
+    pa = _pyarrow()
+    head = msgspec.json.encode({"format": FORMAT, "version": VERSION, "meta": meta})
+    schema = _types(pa).with_metadata({_KEY: head})
+    table = pa.table({name: [getattr(row, name) for row in rows] for name in FIELDS}, schema=schema)
+    buffer = io.BytesIO()
+    pa.parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def decode_parquet(path: Path, content: bytes) -> tuple[dict[str, Any], list[FlatRow]]:
+    """Return the meta and the rows of a file. `path` only names it in errors. Raises `RunFileError`."""
+    pa = _pyarrow()
+    try:
+        table = pa.parquet.read_table(pa.BufferReader(content))
+    except (pa.ArrowException, OSError) as exc:
+        raise RunFileError(path, f"is damaged or no parquet: {exc}") from exc
+    meta = _meta(path, table.schema.metadata or {})
+    wanted = _types(pa)
+    for name in FIELDS:
+        index = table.schema.get_field_index(name)
+        if index < 0 or table.schema.field(index).type != wanted.field(name).type:
+            raise RunFileError(path, f"is not a column of {wanted.field(name).type}", field=name)
+    if table.num_columns != len(FIELDS):
+        raise RunFileError(path, f"are not those of version {VERSION}: {', '.join(FIELDS)}", field="columns")
+    try:
+        values = zip(*(table.column(name).to_pylist() for name in FIELDS), strict=True)
+        return meta, [msgspec.convert(row, FlatRow) for row in values]
+    except (pa.ArrowException, msgspec.ValidationError, UnicodeDecodeError) as exc:
+        raise RunFileError(path, f"a row is damaged: {exc}", field="rows") from exc
+
+
+def _meta(path: Path, metadata: dict[bytes, bytes]) -> dict[str, Any]:
+    if _KEY not in metadata:
+        raise RunFileError(path, "no `pdserve bench` wrote this file", field="metadata")
+    try:
+        head = msgspec.json.decode(metadata[_KEY])
+        form, version, meta = head["format"], head["version"], head["meta"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise RunFileError(path, f"is damaged: {exc!r}", field="metadata") from exc
+    if not isinstance(form, str) or not isinstance(version, int) or not isinstance(meta, dict):
+        raise RunFileError(path, "is damaged: format, version or meta has another type", field="metadata")
+    check_head(path, form, version)
+    return meta

@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve_bench.load.failures import MEANINGS
-from pdserve_bench.report.bootstrap import Interval
-from pdserve_bench.report.compare import BETTER, WORSE, Compared, Comparison
+from pdserve_bench.load.target import MEANINGS
+from pdserve_bench.report.compare import BETTER, WORSE, Compared, Comparison, Interval
 from pdserve_bench.report.summary import STALL_S, Distribution, Summary
 
 DASH = "-"

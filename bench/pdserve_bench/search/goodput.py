@@ -7,14 +7,12 @@ Its whole state is the list of points, so a search goes on from its file as if n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, TypeAlias
 
 from pdserve_bench.layout import Layout
-from pdserve_bench.search.actions import Action, RunAction, StopAction
-from pdserve_bench.search.curve import next_rate
-from pdserve_bench.search.race import TestFamily, families
 from pdserve_bench.search.result import LayoutResult, Point
 from pdserve_bench.search.settings import SearchSettings
 
@@ -160,3 +158,287 @@ class GoodputSearch:
         """Return the lowest rate that the generator could not offer. Infinite: it kept up with all of them."""
         refused = [point.rate_per_s for point in points if point.refused and point.layout == layout]
         return min((rate for rate in refused if refused.count(rate) >= MAX_REFUSED), default=math.inf)
+
+
+# The next step of a search, as data. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class RunAction:
+    """Shape the cluster, where it has another layout, and run one rate until it is decided."""
+
+    layout: Layout
+    rate_per_s: float
+    min_yes_s: float
+    """The least time after the cluster is warm until the answer may be yes."""
+    max_s: float
+    """The longest run. It may end earlier, and does when its test decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAction:
+    """The search is over."""
+
+    complete: bool
+    reason: str
+    """The reason, as a sentence for the operator."""
+
+
+Action: TypeAlias = RunAction | StopAction
+
+
+# The attainment of one layout against the rate, as its points show it. Pure.
+
+
+_SAME = 1.0 + 1e-9
+"""Two rates are the same one when they differ by less than this factor."""
+
+
+def says_yes(point: Point, target: float) -> bool:
+    """Tell whether a point decided that its rate keeps the target."""
+    return not point.overloaded and point.low > target
+
+
+def says_no(point: Point, target: float) -> bool:
+    """Tell whether a point decided that its rate misses the target."""
+    return point.overloaded or point.high < target
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The rates of one layout, and what is known of them. More load is never better."""
+
+    target: float
+    rates: tuple[float, ...] = ()
+    """The rates that were measured, in order. Each occurs once."""
+    low_per_s: float = 0.0
+    """The highest rate that keeps the target. 0: none did."""
+    high_per_s: float = math.inf
+    """The lowest rate that misses it. Infinite: none did."""
+    yes: tuple[float, ...] = ()
+    no: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    """The attainment at each rate."""
+    weights: tuple[float, ...] = ()
+    """The requests at each rate."""
+    points: int = 0
+
+    def confirmed(self, points: Iterable[Point]) -> bool:
+        """Tell whether `low_per_s` was measured twice."""
+        return sum(point.rate_per_s == self.low_per_s for point in points) > 1
+
+    def widest_gap(self, tolerance: float) -> tuple[float, float, float]:
+        """Return the neighbours within the interval that are farthest from each other, and their distance in tolerances.
+
+        Next to a rate that could not be decided, points say little, so a gap may be twice as wide there.
+        """
+        inside = [rate for rate in self.rates if self.low_per_s <= rate <= self.high_per_s]
+        known = {self.low_per_s, self.high_per_s}
+        gaps = [
+            (lower, higher, math.log(higher / lower) / math.log1p(tolerance) / (1.0 if {lower, higher} <= known else 2.0))
+            for lower, higher in pairwise(inside)
+        ]
+        return max(gaps, key=lambda gap: gap[2])
+
+    def bracketed(self) -> bool:
+        """Tell whether both ends of the interval are known."""
+        return self.low_per_s > 0.0 and math.isfinite(self.high_per_s)
+
+    def settled(self, tolerance: float, floor_per_s: float) -> bool:
+        """Tell whether the interval is as narrow as is asked for. An undecided rate within it widens it, and is a neighbour."""
+        if self.high_per_s <= floor_per_s * _SAME:
+            return True
+        if not self.bracketed():
+            return False
+        return self.widest_gap(tolerance)[2] <= 1.0 + 1e-9
+
+    def missed_at(self, rate_per_s: float) -> bool:
+        """Tell whether this rate, or a lower one, misses the target."""
+        return self.high_per_s <= rate_per_s * _SAME
+
+    def goodput_per_s(self) -> float:
+        """Return the rate at which the attainment falls to the target, within the interval.
+
+        The attainments are made to fall (pool adjacent violators), and what lies between two rates is a line over the
+        logarithm of the rate.
+        """
+        if not self.bracketed():
+            return self.low_per_s
+        falling = falling_fit(self.shares, self.weights)
+        rate = self.low_per_s
+        for (left, right), (above, below) in zip(pairwise(self.rates), pairwise(falling), strict=True):
+            if above >= self.target > below:
+                part = (above - self.target) / (above - below)
+                rate = left * (right / left) ** part
+        return min(max(rate, self.low_per_s), self.high_per_s)
+
+
+def curve_of(points: Sequence[Point], target: float) -> Curve:
+    """Return the curve of the points of one layout.
+
+    A rate keeps the target when all of its points say so, and misses it when one of them does.
+    """
+    by_rate: dict[float, list[Point]] = {}
+    for point in points:
+        by_rate.setdefault(point.rate_per_s, []).append(point)
+    rates = tuple(sorted(by_rate))
+    no = tuple(rate for rate in rates if any(says_no(point, target) for point in by_rate[rate]))
+    yes = tuple(rate for rate in rates if all(says_yes(point, target) for point in by_rate[rate]))
+    low = max((rate for rate in yes if not no or rate < min(no)), default=0.0)
+    high = min((rate for rate in no if not yes or rate > max(yes)), default=math.inf)
+    counts = [sum(point.requests for point in by_rate[rate]) for rate in rates]
+    met = [sum(0 if point.overloaded else point.attained for point in by_rate[rate]) for rate in rates]
+    shares = tuple(good / count if count else 0.0 for good, count in zip(met, counts, strict=True))
+    return Curve(target, rates, low, high, yes, no, shares, tuple(max(1.0, count) for count in counts), len(points))
+
+
+def falling_fit(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the values that never rise and are nearest to these, by weighted squares."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        block = (value, weight, 1)
+        while blocks and blocks[-1][0] < block[0]:
+            mean, mass, count = blocks.pop()
+            total = mass + block[1]
+            block = ((mean * mass + block[0] * block[1]) / total, total, count + block[2])
+        blocks.append(block)
+    return [value for value, _, count in blocks for _ in range(count)]
+
+
+def next_rate(curve: Curve, first_per_s: float, step: float, settings: SearchSettings, cap_per_s: float = math.inf) -> float:
+    """Return the rate that says most about the goodput: the first one, then steps out of what is known, then the middle.
+
+    `step` is the factor of the first step upwards. The next ones are larger, up to 2. The generator cannot send `cap_per_s`; it
+    is returned when nothing below it is left to measure.
+    """
+    floor_per_s, tolerance = settings.floor_per_s, settings.reachable_tolerance
+    if not curve.rates:
+        return max(floor_per_s, first_per_s if first_per_s < cap_per_s else cap_per_s / 2)
+    if not math.isfinite(curve.high_per_s):
+        top = max(curve.rates)
+        higher = top * min(2.0, step ** len(curve.rates))
+        if higher < cap_per_s:
+            return higher
+        return math.sqrt(top * cap_per_s) if cap_per_s > top * (1.0 + tolerance) else cap_per_s
+    if curve.low_per_s == 0.0:
+        below = curve.rates[0]
+        return max(floor_per_s, below / 2 if below in curve.no else below / min(2.0, step * step))
+    lower, higher, _ = curve.widest_gap(tolerance)
+    return math.sqrt(lower * higher)
+
+
+# The layouts of one family, colocated or disaggregated, and which of them race against its leader. Pure.
+
+
+_ROOM = 1.25
+"""A batch is limited to the sequences that it has at the goodput, and a quarter more for chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestFamily:
+    """The layouts with a prefill pool, or those without one, that have points."""
+
+    settings: SearchSettings
+    prefills: tuple[int, ...]
+    """The splits of the family, the most promising first."""
+    points: dict[Layout, list[Point]]
+    """The points that count, by layout, in the order of the first point of each."""
+
+    def curve(self, layout: Layout) -> Curve:
+        """Return what is known of a layout."""
+        return curve_of(self.points.get(layout, ()), self.settings.attainment)
+
+    @property
+    def disaggregated(self) -> bool:
+        """Tell whether the layouts of the family have a prefill pool."""
+        return self.prefills[0] > 0
+
+    @property
+    def leader(self) -> Layout:
+        """The best layout so far: it keeps the highest rate. Of equal ones, it is the one that was measured first."""
+        layouts = [*self.points] or [self.settings.base(self.prefills[0])]
+        return max(layouts, key=lambda one: self.curve(one).low_per_s)
+
+    @property
+    def knee(self) -> int:
+        """The smallest `max_num_seqs` with which the leader's layout keeps a rate that the leader keeps."""
+        leader, low_per_s = self.leader, self.curve(self.leader).low_per_s
+        alike = [one for one in self.points if replace(one, max_num_seqs=leader.max_num_seqs) == leader]
+        return min((one.max_num_seqs for one in alike if self.curve(one).low_per_s >= low_per_s), default=leader.max_num_seqs)
+
+    def settled(self, layout: Layout) -> bool:
+        """Tell whether the goodput of a layout is known as exactly as is asked for, and was measured twice at its low end."""
+        settings, points = self.settings, self.points.get(layout, [])
+        curve = self.curve(layout)
+        if curve.points >= settings.max_points:
+            return True
+        if not curve.settled(settings.reachable_tolerance, settings.floor_per_s):
+            return False
+        return curve.low_per_s == 0.0 or curve.confirmed(points)
+
+    def challengers(self) -> Iterator[Layout]:
+        """Yield the layouts that might be better than the leader: other splits, then other chunks, then smaller batches."""
+        leader, settings = self.leader, self.settings
+        for prefill in self.prefills:
+            near = abs(prefill - leader.prefill) == 1
+            if prefill != leader.prefill and (near or not any(one.prefill == prefill for one in self.points)):
+                yield replace(leader, prefill=prefill, decode=settings.workers - prefill)
+        chunks = sorted(settings.chunks)
+        at = chunks.index(leader.chunk_tokens)
+        for chunk in [*chunks[at + 1 : at + 2], *chunks[max(0, at - 1) : at]]:
+            yield replace(leader, chunk_tokens=chunk)
+        for seqs in self._batches(leader):
+            yield replace(leader, max_num_seqs=seqs)
+
+    def _batches(self, leader: Layout) -> list[int]:
+        """Return smaller limits of a batch that might do as well, the most likely one first, and then a neighbour.
+
+        The sequences that decode at a time are the tokens a second, times the time of a token (Little's law).
+        """
+        low_per_s = self.curve(leader).low_per_s
+        at_low = [point for point in self.points.get(leader, ()) if point.rate_per_s == low_per_s]
+        if not at_low:
+            return []
+        figures = at_low[0].figures
+        batch = figures.output_tokens_per_s * figures.tpot_p50_s / leader.decode
+        guess = 2 ** math.ceil(math.log2(max(1.0, batch * _ROOM)))
+        guess = min(guess, leader.max_num_seqs // 2)
+        other = replace(leader, max_num_seqs=guess)
+        kept = other not in self.points or self.curve(other).low_per_s >= low_per_s
+        return [one for one in (guess, guess // 2 if kept else 2 * guess) if 0 < one < leader.max_num_seqs]
+
+    def open_rate(self, challenger: Layout) -> float | None:
+        """Return the rate that a challenger must be measured at next. None: its race is over.
+
+        It must keep the leader's goodput, and where that stays open, it must keep a rate that the leader missed. One miss ends
+        its race. A smaller batch need not be better, so it must only keep a rate that the leader kept. Infinite: the challenger
+        must be settled like a leader.
+        """
+        curve, best, settings = self.curve(challenger), self.curve(self.leader), self.settings
+        smaller = replace(challenger, max_num_seqs=self.leader.max_num_seqs) == self.leader
+        goodput = best.goodput_per_s()
+        limit = best.high_per_s if math.isfinite(best.high_per_s) else goodput
+        first = (best.low_per_s if smaller else goodput) or limit
+        if first == 0.0:
+            return None  # the leader has no rate to be compared at
+        done = curve.settled(settings.reachable_tolerance, settings.floor_per_s) or curve.points >= settings.max_points
+        if done or curve.missed_at(first):
+            return None
+        for rate in (first, limit):
+            if rate not in curve.rates and not curve.missed_at(rate):
+                return rate
+        return None if smaller else math.inf
+
+
+def families(settings: SearchSettings, points: Sequence[Point]) -> list[TestFamily]:
+    """Return the families that the settings name, the colocated one first: it is the baseline."""
+    found = []
+    for colocated in (True, False):
+        prefills = tuple(prefill for prefill in settings.prefills if (prefill == 0) is colocated)
+        by_layout: dict[Layout, list[Point]] = {}
+        for point in points:
+            if not point.refused and point.layout.disaggregated is not colocated:
+                by_layout.setdefault(point.layout, []).append(point)
+        if prefills:
+            found.append(TestFamily(settings, prefills, by_layout))
+    return found

@@ -5,9 +5,22 @@ Rates are requests a second of the whole cluster; `rate / workers` is the goodpu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
+import msgspec
+import numpy as np
+
+from pdserve.core.errors import ConfigError
 from pdserve_bench.layout import Layout, Slo
+from pdserve_bench.report.files import read_bytes, write_whole
+from pdserve_bench.report.summary import Distribution, columns, summarise
+from pdserve_bench.row import BenchRow
+from pdserve_bench.search.reshape import Home
+from pdserve_bench.search.settings import SearchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +114,174 @@ class GoodputResult:
     def best_disaggregated(self) -> LayoutResult | None:
         """The best layout with two pools."""
         return max((one for one in self.layouts if one.layout.disaggregated), key=lambda one: one.goodput_per_s, default=None)
+
+
+# The figures of one point, from its rows and from what the workers count. Pure.
+
+
+_BOUNDS_S: Final = 1e-3 * np.sqrt(2.0) ** np.arange(28)
+"""The upper bounds of the histogram: from 1 ms to 11.6 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """The counters of one incarnation of a worker, since its start."""
+
+    prefill: bool
+    busy_s: float
+    """The time of all of its steps."""
+    uptime_s: float
+    prompt_s: float = 0.0
+    """The part of `busy_s` in steps that compute prompts."""
+
+
+Counters = Mapping[tuple[str, int], Busy]
+"""The counters of all workers, by name and incarnation."""
+
+
+def busy_share(before: Counters, after: Counters, *, prefill: bool) -> float | None:
+    """Return the share of the time in which the workers of a role computed. None: it was not observed."""
+    pairs = [(before[name], now) for name, now in after.items() if name in before and now.prefill is prefill]
+    passed_s = sum(now.uptime_s - then.uptime_s for then, now in pairs)
+    return min(1.0, sum(now.busy_s - then.busy_s for then, now in pairs) / passed_s) if passed_s > 0.0 else None
+
+
+def prompt_share(before: Counters, after: Counters) -> float | None:
+    """Return the share of all workers' computing in which prompts were computed. None: nothing was computed."""
+    pairs = [(before[name], now) for name, now in after.items() if name in before]
+    busy_s = sum(now.busy_s - then.busy_s for then, now in pairs)
+    return sum(now.prompt_s - then.prompt_s for then, now in pairs) / busy_s if busy_s > 0.0 else None
+
+
+def figures_of(rows: Sequence[BenchRow], slo: Slo, before: Counters, after: Counters) -> Figures:
+    """Return the figures of a run. Rows that warmed the cluster up or were cut off do not count. What is unknown is 0."""
+    summary = summarise(rows, lambda _: slo)
+    return Figures(
+        ttft_p50_s=_at(summary.ttft_s, "p50"),
+        ttft_p99_s=_at(summary.ttft_s, "p99"),
+        tpot_p50_s=_at(summary.tpot_s, "p50"),
+        tpot_p99_s=_at(summary.tpot_s, "p99"),
+        itl_p50_s=_at(summary.itl_s, "p50"),
+        itl_p99_s=_at(summary.itl_s, "p99"),
+        output_tokens_per_s=summary.output_tokens_per_s or 0.0,
+        kv_bytes_per_request=summary.kv_bytes_per_request or 0.0,
+        exposed_transfer_p50_s=_at(summary.exposed_transfer_s, "p50"),
+        prefill_busy_share=busy_share(before, after, prefill=True),
+        decode_busy_share=busy_share(before, after, prefill=False),
+        itl_histogram=histogram(columns(rows, lambda _: slo).gap_s),
+        disaggregated_share=disaggregated_share(rows),
+    )
+
+
+def disaggregated_share(rows: Sequence[BenchRow]) -> float | None:
+    """Return the share of the requests that count whose prompts were computed in a prefill pool. None: it is unknown."""
+    placed = [row.served.placement for row in rows if row.counts and row.served.placement]
+    return placed.count("disaggregated") / len(placed) if placed else None
+
+
+def histogram(gaps_s: np.ndarray) -> tuple[tuple[float, int], ...]:
+    """Return the counts of gaps, by upper bounds. Bounds without gaps are left out; the last one is the longest gap."""
+    if not gaps_s.size:
+        return ()
+    bounds_s = np.append(_BOUNDS_S, max(float(gaps_s.max()), 2 * float(_BOUNDS_S[-1])))
+    counts = np.bincount(np.searchsorted(bounds_s, gaps_s), minlength=len(bounds_s))
+    return tuple((float(bound), int(count)) for bound, count in zip(bounds_s, counts, strict=True) if count)
+
+
+def _at(distribution: Distribution | None, name: str) -> float:
+    return 0.0 if distribution is None else float(getattr(distribution, name))
+
+
+# The file of a search: its result so far, and what a search needs to go on. JSON, written whole or not at all.
+
+
+FORMAT: Final = "pdserve-bench-goodput"
+VERSION: Final = 1
+"""The version of the format. A reader refuses a newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFile:
+    """A search as its file holds it."""
+
+    settings: SearchSettings
+    identity: dict[str, Any]
+    """The values that must be equal for a search to go on: the workload, the seed, and the cluster. JSON's types only."""
+    result: GoodputResult
+    home: Home | None = None
+    """The layout that the search must bring back. None: it is back."""
+
+
+def write_search(path: Path, search: SearchFile) -> None:
+    """Write the file. Raises `ConfigError` when the disk refuses."""
+    document = msgspec.to_builtins(search.result)
+    document |= {
+        "format": FORMAT,
+        "version": VERSION,
+        "settings": msgspec.to_builtins(search.settings),
+        "identity": search.identity,
+        "home": msgspec.to_builtins(search.home),
+    }
+    write_whole(path, msgspec.json.encode(document))  # an infinite number becomes null
+
+
+def read_search(path: Path) -> SearchFile:
+    """Read the file. Raises `ConfigError` that names it and the field."""
+    document = _decode(path)
+    _check_head(path, document)
+    try:
+        settings = msgspec.convert(document.get("settings"), SearchSettings)
+        identity = msgspec.convert(document.get("identity"), dict[str, Any])
+        home = msgspec.convert(document.get("home"), Home | None)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path}: settings, identity or home: {exc}") from exc
+    return SearchFile(settings, identity, _result(path, document), home)
+
+
+def read_result(path: Path) -> GoodputResult:
+    """Read the result alone, of any version that has one. Raises `ConfigError` that names the file and the field."""
+    return _result(path, _decode(path))
+
+
+def _decode(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(read_bytes(path), type=dict[str, Any])
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path}: is no result of a search: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ConfigError(f"{path}: is damaged or no JSON: {exc}") from exc
+
+
+def _check_head(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse a file of another format, or of a newer version of it."""
+    form, version = document.get("format"), document.get("version")
+    if form != FORMAT:
+        raise ConfigError(f"{path}: format is {form!r} and not {FORMAT!r}: give a file that `pdserve bench goodput` wrote")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise ConfigError(f"{path}: version is {version!r}, and this release reads up to {VERSION}")
+
+
+def _result(path: Path, document: Mapping[str, Any]) -> GoodputResult:
+    layouts = document.get("layouts")
+    if isinstance(layouts, list):
+        for layout in layouts:
+            if isinstance(layout, dict) and layout.get("high_per_s", 0.0) is None:
+                layout["high_per_s"] = math.inf  # JSON has no infinity
+    try:
+        return msgspec.convert(document, GoodputResult)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path}: is no result of a search: {exc}") from exc
+
+
+def check_same(path: Path, old: SearchFile, settings: SearchSettings, identity: Mapping[str, Any]) -> None:
+    """Refuse to go on with a file of another search. The error names the first field that differs."""
+    before: dict[str, Any] = {"ttft": old.settings.slo.ttft_s, "tpot": old.settings.slo.tpot_s}
+    now: dict[str, Any] = {"ttft": settings.slo.ttft_s, "tpot": settings.slo.tpot_s}
+    before |= {"attainment": old.settings.attainment, "workers": old.settings.workers, **old.identity}
+    now |= {"attainment": settings.attainment, "workers": settings.workers, **identity}
+    for name in [*now, *(one for one in before if one not in now)]:
+        if before.get(name) != now.get(name):
+            raise ConfigError(
+                f"{path}: {name} is {before.get(name)!r} in the file and {now.get(name)!r} now: its points say nothing "
+                "about this search. Give another --result-file, or remove the file"
+            )

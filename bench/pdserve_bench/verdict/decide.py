@@ -6,11 +6,15 @@ allows both answers, the verdict says so, and recommends one pool because it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
+from pdserve_bench.layout import Slo
 from pdserve_bench.search.result import GoodputResult, LayoutResult, Point
-from pdserve_bench.verdict import constraint, intervals, model, points
+from pdserve_bench.verdict import model, points
 from pdserve_bench.verdict.data import (
+    Binding,
     CandidateData,
     ConstraintData,
     CostData,
@@ -20,9 +24,9 @@ from pdserve_bench.verdict.data import (
     FlipData,
     VerdictData,
 )
-from pdserve_bench.verdict.doubts import doubts
-from pdserve_bench.verdict.facts import Facts, describe, prompt_tokens
-from pdserve_bench.verdict.flips import flips
+from pdserve_bench.verdict.doubts import Facts, describe, doubts, prompt_tokens
+from pdserve_bench.verdict.model import flips
+from pdserve_bench.verdict.points import decided, estimate, of_kind, ratio_of
 
 
 def decide(result: GoodputResult, price_per_worker_hour: float | None = None) -> VerdictData:
@@ -68,7 +72,7 @@ def decide(result: GoodputResult, price_per_worker_hour: float | None = None) ->
 
 def candidate(one: LayoutResult) -> CandidateData:
     """Return a layout's result with its interval in order."""
-    return CandidateData(one.layout, one.layout.name, intervals.estimate(one), one.settled)
+    return CandidateData(one.layout, one.layout.name, estimate(one), one.settled)
 
 
 def _best(one: LayoutResult | None) -> CandidateData | None:
@@ -81,7 +85,7 @@ def _ratio(result: GoodputResult) -> EstimateData | None:
     together = [one for one in result.layouts if not one.layout.disaggregated]
     if not apart or not together:
         return None
-    return intervals.ratio(intervals.of_kind(apart), intervals.of_kind(together))
+    return ratio_of(of_kind(apart), of_kind(together))
 
 
 def _decision(apart: CandidateData | None, together: CandidateData | None, ratio: EstimateData | None) -> DecisionData:
@@ -92,7 +96,7 @@ def _decision(apart: CandidateData | None, together: CandidateData | None, ratio
         return DecisionData.OPEN if any(one.high is None for one in goodputs) else DecisionData.NOTHING
     if ratio is None:
         return DecisionData.ONE_SIDE
-    return intervals.decided(ratio.low, ratio.high)
+    return decided(ratio.low, ratio.high)
 
 
 def _rivals(result: GoodputResult, chosen: CandidateData | None) -> tuple[CandidateData, ...]:
@@ -115,7 +119,7 @@ def _constraint(result: GoodputResult, valid: Sequence[Point], chosen: Candidate
     if not any(one.layout == chosen.layout for one in result.points):
         return None
     refused = any(one.refused and one.layout == chosen.layout for one in result.points)
-    return constraint.find(own, refused, result.slo, result.attainment, model.tokens_of_output(own))
+    return find_constraint(own, refused, result.slo, result.attainment, model.tokens_of_output(own))
 
 
 def _model(
@@ -174,3 +178,62 @@ def _scaled(hourly: EstimateData | None, price: float | None) -> EstimateData | 
     if hourly is None or hourly.value is None or not price:
         return None
     return EstimateData(hourly.value / price, hourly.low / price, None if hourly.high is None else hourly.high / price)
+
+
+# The binding constraint: what the first point that misses the attainment is short of. Pure.
+#
+# The point of the layout with the lowest rate that misses the target attainment shows it. The target that is missed by the
+# larger factor names the phase, and the share of the time in which the phase's pool computes tells a lack of compute from a
+# wait for something else.
+
+
+BUSY: Final = 0.7
+"""A pool that computes for a larger share of the time has queues: the wait of an M/D/1 queue exceeds a service time there."""
+FULL: Final = 0.9
+"""The share of `max_num_seqs` from which sequences wait for a place: arrivals vary."""
+LINK_SHARE: Final = 0.25
+"""The part of the TPOT target from which the exposed transfer counts as the reason that it is missed."""
+
+
+def find_constraint(
+    points: Sequence[Point], refused: bool, slo: Slo, attainment: float, output_tokens: float
+) -> ConstraintData:
+    """Return the constraint of one layout from its counted points, by rate.
+
+    refused: a point of the layout was refused, so the generator was late.
+    """
+    missed = [one for one in points if one.attainment < attainment]
+    if not missed:
+        return ConstraintData(Binding.GENERATOR if refused else Binding.UNSEEN)
+    point = missed[0]
+    figures = point.figures
+    sequences = figures.output_tokens_per_s / point.layout.decode * figures.tpot_p50_s if point.layout.decode else 0.0
+    return ConstraintData(
+        _binding(point, slo, sequences, output_tokens),
+        point.rate_per_s,
+        figures.ttft_p99_s,
+        figures.tpot_p99_s,
+        figures.prefill_busy_share,
+        figures.decode_busy_share,
+        sequences,
+        figures.exposed_transfer_p50_s,
+    )
+
+
+def _binding(point: Point, slo: Slo, sequences: float, output_tokens: float) -> Binding:
+    figures, layout = point.figures, point.layout
+    late_first = _overshoot(figures.ttft_p99_s, slo.ttft_s)
+    if late_first >= _overshoot(figures.tpot_p99_s, slo.tpot_s):
+        busy = figures.prefill_busy_share if layout.disaggregated else figures.decode_busy_share
+        if sequences >= FULL * layout.max_num_seqs:
+            return Binding.SEQUENCES
+        return Binding.MEMORY_OR_ROUTER if busy is not None and busy < BUSY else Binding.PREFILL_COMPUTE
+    target = slo.tpot_s or math.inf
+    if layout.disaggregated:
+        share = figures.exposed_transfer_p50_s / max(1.0, output_tokens - 1) / target
+        return Binding.LINK if share >= LINK_SHARE else Binding.DECODE_BANDWIDTH
+    return Binding.DECODE_BANDWIDTH if figures.itl_p50_s >= target else Binding.INTERFERENCE
+
+
+def _overshoot(measured_s: float, target_s: float | None) -> float:
+    return measured_s / target_s if target_s else 0.0

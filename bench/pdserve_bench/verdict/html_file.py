@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve_bench.verdict import words
 from pdserve_bench.verdict.data import CandidateData, VerdictData
-from pdserve_bench.verdict.plots import drawing
-from pdserve_bench.verdict.plots.chart import Material, label
-from pdserve_bench.verdict.plots.theme import DARK, LIGHT, Theme
+from pdserve_bench.verdict.plots import DARK, LIGHT, Material, Theme, charts, label, svg
 from pdserve_bench.verdict.units import between, number
 
 if TYPE_CHECKING:
@@ -23,10 +21,7 @@ def html(material: Material) -> str:
     """Return the page. Raises `ConfigError` without matplotlib."""
     from markupsafe import Markup
 
-    pictures = [
-        {"name": chart.name, "wide": chart.wide, "svg": Markup(drawing.svg(chart, material))}
-        for chart in drawing.charts(material)
-    ]
+    pictures = [{"name": chart.name, "wide": chart.wide, "svg": Markup(svg(chart, material))} for chart in charts(material)]
     return _environment().get_template(TEMPLATE).render(**content(material.verdict), pictures=pictures, css=Markup(colours()))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.core.errors import ConfigError
 from pdserve_bench.report.files import FORMAT, Run, read_bytes, read_run
-from pdserve_bench.search import files
+from pdserve_bench.search import result as result_files
 from pdserve_bench.search.result import GoodputResult
 
 MOST_POINTS: Final = 5000
@@ -57,7 +57,7 @@ def _is_run(path: Path) -> bool:
 
 def read_result(path: Path) -> GoodputResult:
     """Read the result of a search. Raises `ConfigError`."""
-    return check(files.read_result(path), str(path))
+    return check(result_files.read_result(path), str(path))
 
 
 def check(result: GoodputResult, name: str) -> GoodputResult:

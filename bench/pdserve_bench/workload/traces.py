@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.lengths import MOST_TOKENS
+from pdserve_bench.workload.request import MOST_TOKENS
 
 BLOCK_TOKENS: Final = 512
 """The prompt tokens that one number of Mooncake's `hash_ids` stands for."""

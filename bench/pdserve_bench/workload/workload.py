@@ -11,24 +11,21 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.generated import RandomRequests, TextRequests
-from pdserve_bench.workload.jsonl_requests import JsonlRequests
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.recorded import TraceRequests
-from pdserve_bench.workload.request import BenchRequest
-from pdserve_bench.workload.sessions import SessionRequests
-from pdserve_bench.workload.source import Classes, RequestSource
+from pdserve_bench.workload.generated import RandomRequests, SessionRequests, TextRequests
+from pdserve_bench.workload.jsonl import JsonlRequests, TraceRequests
+from pdserve_bench.workload.request import Alphabet, Arrivals, BenchRequest, TokenMaker, WorkloadTokenizer
 from pdserve_bench.workload.spec import (
     AzureSource,
+    Classes,
     JsonlSource,
     MooncakeSource,
     RandomSource,
+    RequestSource,
     SessionSource,
     TextSource,
     WorkloadSpec,
+    read_spec,
 )
-from pdserve_bench.workload.tokens import Alphabet, TokenMaker, WorkloadTokenizer
 from pdserve_bench.workload.traces import read_azure, read_mooncake
 
 MOST_SEED: Final = (1 << 63) - 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdserve_bench.load.generator import run_load
-from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.load.schedule import RunLimits
 from pdserve_bench.load.target import LoadAnswer, LoadCall
 from pdserve_bench.load.watch import LoadWatch, RunProgress, watch_nothing
 from pdserve_bench.row import BenchRow

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.target import LoadAnswer, LoadCall, RequestOptions
 
 HANG_UP = b"\x00hang up"
 """Closes the connection in place of sending."""

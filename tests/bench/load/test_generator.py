@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.load.failures import ANSWER_GONE, MIXED_PROMPT, NEVER_SENT, NO_TOKENS, PREDECESSOR_FAILED, TIMEOUT
-from pdserve_bench.load.limits import MAX_CONCURRENCY, RunLimits
+from pdserve_bench.load.schedule import MAX_CONCURRENCY, RunLimits
+from pdserve_bench.load.target import ANSWER_GONE, MIXED_PROMPT, NEVER_SENT, NO_TOKENS, PREDECESSOR_FAILED, TIMEOUT
 from pdserve_bench.load.watch import MAX_MESSAGE_CHARS, MAX_REASONS, RunProgress
 from pdserve_bench.row import STOPPED
 from pdserve_bench.workload.request import AnswerOf, BenchRequest

@@ -14,10 +14,9 @@ import pytest
 
 from pdserve.rpc.status import REASON_METADATA, TIMELINE_METADATA
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from pdserve_bench.load import failures
+from pdserve_bench.load import target as reasons
 from pdserve_bench.load.grpc_target import GrpcTarget
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load.target import LoadAnswer, LoadCall, RequestOptions
 
 Response = inference_pb2.GenerateResponse
 CALL = LoadCall(0, (1, 2, 3), 4, "chat", "s")
@@ -96,8 +95,8 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 HOSTILE: dict[str, tuple[list[Any], str]] = {
     "named": ([(UNAVAILABLE, "x", ((REASON_METADATA, "replica_lost"), (TIMELINE_METADATA, '{"attempts":2}')))], "replica_lost"),
     "unnamed": ([(UNAVAILABLE, "x", ((TIMELINE_METADATA, "garbage"),))], "grpc_unavailable"),
-    "ends too early": ([Response(ids=[1])], failures.BROKEN_STREAM),
-    "too many tokens": ([Response(ids=[1] * 5), LAST], failures.TOO_MANY_TOKENS),
+    "ends too early": ([Response(ids=[1])], reasons.BROKEN_STREAM),
+    "too many tokens": ([Response(ids=[1] * 5), LAST], reasons.TOO_MANY_TOKENS),
 }
 
 
@@ -141,4 +140,4 @@ def test_nobody_listens_and_text_that_is_no_utf8() -> None:
         finally:
             await target.close()
 
-    assert asyncio.run(run()) == [failures.CONNECTION_REFUSED, failures.BAD_UTF8]
+    assert asyncio.run(run()) == [reasons.CONNECTION_REFUSED, reasons.BAD_UTF8]

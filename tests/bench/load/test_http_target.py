@@ -10,12 +10,9 @@ import pytest
 import uvloop
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.load import failures
-from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.server_info import ask_server
-from pdserve_bench.load.sse import MAX_LINE_BYTES
-from pdserve_bench.load.target import LoadAnswer, LoadCall
+from pdserve_bench.load import target as reasons
+from pdserve_bench.load.http_target import MAX_LINE_BYTES, BaseUrl, HttpOptions, HttpTarget, ask_server
+from pdserve_bench.load.target import LoadAnswer, LoadCall, RequestOptions
 from tests.bench.load.http_server import GOOD, HANG_UP, Seen, ask, chunked, event, scripted_server, sse_head, token, whole
 
 CALL = LoadCall(0, (1, 2, 3), 4)
@@ -57,7 +54,7 @@ def test_chat_sends_text_as_a_message() -> None:
     assert (good.error, "".join(good.texts), len(good.arrivals)) == ("", "hi", 1)
     assert seen.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
     assert seen.heads[0].startswith(b"POST /v1/chat/completions ")
-    assert bad.error == failures.CHAT_NEEDS_TEXT
+    assert bad.error == reasons.CHAT_NEEDS_TEXT
 
 
 def test_our_router_gets_class_and_session_and_says_how_it_served() -> None:
@@ -79,27 +76,27 @@ HOSTILE: dict[str, tuple[list[bytes], str]] = {
     "error with a number": ([whole(b"400 Bad", b'{"error": {"code": 400}}')], "http_400"),
     "error that is no JSON": ([whole(b"502 Bad Gateway", b"<html>")], "http_502"),
     "error with a hostile code": ([whole(b"500 Bad", b'{"error": {"code": "\\u001b[31m"}}')], "http_500"),
-    "redirect": ([b"HTTP/1.1 307 Go\r\nLocation: http://evil/\r\nContent-Length: 0\r\n\r\n"], failures.REDIRECTED),
-    "no HTTP": ([b"SSH-2.0-OpenSSH_9.6\r\n"], failures.BAD_HTTP),
-    "another protocol": ([b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"], failures.BAD_HTTP),
-    "endless head": ([b"HTTP/1.1 200 OK\r\n", *[b"X-A: " + b"y" * 4000 + b"\r\n"] * 40], failures.HEAD_TOO_LONG),
-    "endless trailers": ([sse_head(), b"0\r\n", *[b"X-A: " + b"y" * 4000 + b"\r\n"] * 40], failures.BAD_HTTP),
-    "bad chunk": ([sse_head(), b"zz\r\n"], failures.BAD_HTTP),
-    "nothing": ([HANG_UP], failures.BROKEN_STREAM),
-    "ends in the head": ([b"HTTP/1.1 200", HANG_UP], failures.BROKEN_STREAM),
-    "ends in the middle": ([*GOOD[:2], HANG_UP], failures.BROKEN_STREAM),
-    "ends well but too early": ([*GOOD[:2], b"0\r\n\r\n"], failures.BROKEN_STREAM),
-    "whole JSON in place of a stream": ([whole(b"200 OK", b'{"choices": [{"text": "a"}]}')], failures.BROKEN_STREAM),
-    "bad JSON": ([sse_head(), chunked(b"data: {\n\n")], failures.BAD_JSON),
-    "JSON of another form": ([sse_head(), chunked(b"data: [1]\n\n")], failures.BAD_JSON),
-    "bad UTF-8": ([sse_head(), chunked(b'data: {"choices": [{"text": "\xff"}]}\n\n')], failures.BAD_JSON),
-    "deep JSON": ([sse_head(), chunked(b'data: {"x":' + b"[" * 100_000 + b"\n\n")], failures.BAD_JSON),
-    "endless line": ([sse_head(), *[chunked(LONG)] * 5], failures.LINE_TOO_LONG),
-    "long line": ([sse_head(), *[chunked(LONG)] * 4, chunked(b"x\n")], failures.LINE_TOO_LONG),
-    "too many tokens": ([sse_head(), *[chunked(token("x"))] * 30], failures.TOO_MANY_TOKENS),
+    "redirect": ([b"HTTP/1.1 307 Go\r\nLocation: http://evil/\r\nContent-Length: 0\r\n\r\n"], reasons.REDIRECTED),
+    "no HTTP": ([b"SSH-2.0-OpenSSH_9.6\r\n"], reasons.BAD_HTTP),
+    "another protocol": ([b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"], reasons.BAD_HTTP),
+    "endless head": ([b"HTTP/1.1 200 OK\r\n", *[b"X-A: " + b"y" * 4000 + b"\r\n"] * 40], reasons.HEAD_TOO_LONG),
+    "endless trailers": ([sse_head(), b"0\r\n", *[b"X-A: " + b"y" * 4000 + b"\r\n"] * 40], reasons.BAD_HTTP),
+    "bad chunk": ([sse_head(), b"zz\r\n"], reasons.BAD_HTTP),
+    "nothing": ([HANG_UP], reasons.BROKEN_STREAM),
+    "ends in the head": ([b"HTTP/1.1 200", HANG_UP], reasons.BROKEN_STREAM),
+    "ends in the middle": ([*GOOD[:2], HANG_UP], reasons.BROKEN_STREAM),
+    "ends well but too early": ([*GOOD[:2], b"0\r\n\r\n"], reasons.BROKEN_STREAM),
+    "whole JSON in place of a stream": ([whole(b"200 OK", b'{"choices": [{"text": "a"}]}')], reasons.BROKEN_STREAM),
+    "bad JSON": ([sse_head(), chunked(b"data: {\n\n")], reasons.BAD_JSON),
+    "JSON of another form": ([sse_head(), chunked(b"data: [1]\n\n")], reasons.BAD_JSON),
+    "bad UTF-8": ([sse_head(), chunked(b'data: {"choices": [{"text": "\xff"}]}\n\n')], reasons.BAD_JSON),
+    "deep JSON": ([sse_head(), chunked(b'data: {"x":' + b"[" * 100_000 + b"\n\n")], reasons.BAD_JSON),
+    "endless line": ([sse_head(), *[chunked(LONG)] * 5], reasons.LINE_TOO_LONG),
+    "long line": ([sse_head(), *[chunked(LONG)] * 4, chunked(b"x\n")], reasons.LINE_TOO_LONG),
+    "too many tokens": ([sse_head(), *[chunked(token("x"))] * 30], reasons.TOO_MANY_TOKENS),
     "too many tokens in the usage": (
         [sse_head(), chunked(token("x", usage={"completion_tokens": 10**30}))],
-        failures.TOO_MANY_TOKENS,
+        reasons.TOO_MANY_TOKENS,
     ),
     "error in the stream": ([*GOOD[:2], chunked(event(error={"code": "replica_lost"})) + b"0\r\n\r\n"], "replica_lost"),
     "second answer": ([*GOOD[:4], GOOD[4] + whole(b"302 Found", b"")], ""),
@@ -136,7 +133,7 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     (answer,) = asyncio.run(ask(BaseUrl.parse(f"http://127.0.0.1:{port}"), [CALL]))
-    assert answer.error == failures.CONNECTION_REFUSED
+    assert answer.error == reasons.CONNECTION_REFUSED
     with pytest.raises(ConfigError, match="does not answer"):
         asyncio.run(ask_server(BaseUrl.parse(f"http://127.0.0.1:{port}")))
 

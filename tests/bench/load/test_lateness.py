@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from pdserve_bench.load.failures import PREDECESSOR_FAILED
-from pdserve_bench.load.lateness import lag_p99_s, refusal
-from pdserve_bench.load.priority import raised_priority
+from pdserve_bench.load.generator import raised_priority
+from pdserve_bench.load.target import PREDECESSOR_FAILED
+from pdserve_bench.load.watch import lag_p99_s, refusal
 from pdserve_bench.row import BenchRow
 
 

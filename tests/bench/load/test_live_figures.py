@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve_bench.commands.live_line import line
+from pdserve_bench.commands.run_session import line
 from pdserve_bench.layout import Slo
-from pdserve_bench.load.live import LiveFigures
-from pdserve_bench.load.watch import RunProgress
+from pdserve_bench.load.watch import LiveFigures, RunProgress
 from pdserve_bench.row import BenchRow
 
 

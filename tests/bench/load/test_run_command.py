@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.commands import run_flags
+from pdserve_bench.commands import run_session
 from pdserve_bench.commands.group import bench
-from pdserve_bench.commands.preflight import check_memory
+from pdserve_bench.commands.run_session import check_memory
 from pdserve_bench.layout import Slo
-from pdserve_bench.load.limits import RunLimits
+from pdserve_bench.load.schedule import RunLimits
 from pdserve_bench.report.files import Run, RunFileError, read_run
 from pdserve_bench.row import STOPPED
-from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.workload.request import Arrivals
 from tests.bench.load.http_server import GOOD, scripted_server, whole
 
 MODELS = whole(b"200 OK", b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
@@ -114,7 +114,7 @@ def test_run_without_answers_fails_and_says_why(tmp_path: Path, workload: str) -
 
 
 def test_late_run_is_refused_and_still_written(tmp_path: Path, workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve_bench.load.lateness.MAX_LAG_S", -1.0)
+    monkeypatch.setattr("pdserve_bench.load.watch.MAX_LAG_S", -1.0)
     path = tmp_path / "run.json"
     with serving(GOOD) as url:
         done = bench_run("--base-url", url, "--workload", workload, "--num-prompts", "2", "--result-file", str(path))
@@ -259,7 +259,7 @@ def test_bad_values_name_flag_and_limit(words: list[str], says: str) -> None:
 def test_arrivals(
     own: Arrivals, rate: float | None, burstiness: float | None, trace: bool, places: int | None, wanted: Arrivals
 ) -> None:
-    assert run_flags.arrivals_of_flags(own, rate, burstiness, trace, places) == wanted
+    assert run_session.arrivals_of_flags(own, rate, burstiness, trace, places) == wanted
 
 
 def test_arrivals_that_mean_nothing() -> None:
@@ -270,12 +270,12 @@ def test_arrivals_that_mean_nothing() -> None:
         (Arrivals(), None, 2.0, True),
     ):
         with pytest.raises(ConfigError, match=r"^--"):
-            run_flags.arrivals_of_flags(own, rate, burstiness, trace, None)
+            run_session.arrivals_of_flags(own, rate, burstiness, trace, None)
 
 
 def test_targets() -> None:
-    assert run_flags.slo_of_flags([]) == Slo(1.0, 0.05)
-    assert run_flags.slo_of_flags(["ttft:200"]) == Slo(0.2, None)
-    assert run_flags.slo_of_flags(["ttft:1000 tpot:50"]) == Slo(1.0, 0.05)
-    assert run_flags.limits_of_flags(None, None, None, 0, 0.0, 1.0).num_requests == 1000
-    assert run_flags.limits_of_flags(None, 5.0, None, 0, 0.0, 1.0).num_requests is None
+    assert run_session.slo_of_flags([]) == Slo(1.0, 0.05)
+    assert run_session.slo_of_flags(["ttft:200"]) == Slo(0.2, None)
+    assert run_session.slo_of_flags(["ttft:1000 tpot:50"]) == Slo(1.0, 0.05)
+    assert run_session.limits_of_flags(None, None, None, 0, 0.0, 1.0).num_requests == 1000
+    assert run_session.limits_of_flags(None, 5.0, None, 0, 0.0, 1.0).num_requests is None

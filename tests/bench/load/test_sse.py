@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_bench.load.sse import SseReader
+from pdserve_bench.load.http_target import SseReader
 from pdserve_bench.load.target import LoadAnswer, LoadCall
 from tests.bench.load.http_server import event, token
 

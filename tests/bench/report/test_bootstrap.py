@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_bench.report import bootstrap
-from pdserve_bench.report.bootstrap import BootstrapMean, Percentile, compare, draws, interval, mean_of, percentile_of
+from pdserve_bench.report.compare import BootstrapMean, Percentile, compare, draws, interval, mean_of, percentile_of
 
 
 @given(
@@ -49,7 +48,7 @@ def _correlated(rng: np.random.Generator, count: int, phi: float) -> np.ndarray:
 
 @pytest.mark.parametrize("phi", [0.0, 0.7])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(phi: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "REPLICATES", 200)
+    monkeypatch.setattr("pdserve_bench.report.compare.REPLICATES", 200)
     rng = np.random.default_rng(7)
     held = {"mean": 0, "median": 0}
     for seed in range(100):

@@ -15,9 +15,7 @@ from pdserve.cli import main
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve_bench.layout import Slo
-from pdserve_bench.report import bootstrap
-from pdserve_bench.report.bootstrap import Interval
-from pdserve_bench.report.compare import BETTER, NOT_COMPARED, UNKNOWN, WORSE, compare_runs, verdict
+from pdserve_bench.report.compare import BETTER, NOT_COMPARED, UNKNOWN, WORSE, Interval, compare_runs, verdict
 from pdserve_bench.report.files import Run, write_run
 from pdserve_bench.report.meta import cluster_meta, collect_meta, commit, fingerprint, slos_of
 from tests.bench.report.rows import plausible
@@ -28,7 +26,7 @@ NAN = float("nan")
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw less often than for users: the verdicts here are clear."""
-    monkeypatch.setattr(bootstrap, "REPLICATES", 200)
+    monkeypatch.setattr("pdserve_bench.report.compare.REPLICATES", 200)
 
 
 def meta(workload: dict[str, Any], seed: int = 1) -> dict[str, Any]:

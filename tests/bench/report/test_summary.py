@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from pdserve_bench.layout import Slo
-from pdserve_bench.load.failures import NEVER_SENT
+from pdserve_bench.load.target import NEVER_SENT
 from pdserve_bench.report.summary import STALL_S, Distribution, summarise
 from pdserve_bench.report.table import summary_table
 from pdserve_bench.row import BenchRow

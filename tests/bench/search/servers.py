@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve_bench.layout import Layout
-from pdserve_bench.search.actions import RunAction, StopAction
-from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.goodput import GoodputSearch, RunAction, StopAction
 from pdserve_bench.search.result import Figures, Point
 from pdserve_bench.search.settings import SearchSettings
 from pdserve_bench.search.trial import Decision, Trial

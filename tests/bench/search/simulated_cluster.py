@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from pdserve_bench.layout import Layout, Slo
-from pdserve_bench.search.actions import RunAction
+from pdserve_bench.search.goodput import RunAction
 from pdserve_bench.search.result import Figures, Point
 from pdserve_bench.search.settings import SearchSettings
 from pdserve_bench.search.trial import Decision, Trial

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve_bench.search.actions import RunAction
-from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.goodput import GoodputSearch, RunAction
 from pdserve_bench.search.result import Point
 from pdserve_bench.search.settings import SearchSettings
 from tests.bench.search.simulated_cluster import OUTPUT, SLO, SimulatedCluster

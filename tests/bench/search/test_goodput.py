@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
 from pdserve_bench.layout import Layout, Slo
-from pdserve_bench.search.actions import RunAction, StopAction
-from pdserve_bench.search.curve import curve_of, falling_fit
-from pdserve_bench.search.goodput import GoodputSearch
+from pdserve_bench.search.goodput import GoodputSearch, RunAction, StopAction, curve_of, falling_fit
 from pdserve_bench.search.result import Point
 from pdserve_bench.search.settings import SearchSettings
 from tests.bench.search.servers import NO_FIGURES, Bench, Server, Station

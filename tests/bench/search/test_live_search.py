@@ -10,18 +10,13 @@ from typing import Any, TypeVar
 import pytest
 
 from pdserve_bench.layout import Layout, Slo
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.load.target import LoadAnswer, LoadCall
-from pdserve_bench.search.actions import RunAction
-from pdserve_bench.search.executor import carry_out
-from pdserve_bench.search.figures import Busy, Counters, busy_share, histogram
-from pdserve_bench.search.goodput import GoodputSearch
-from pdserve_bench.search.live import LiveMeasure
+from pdserve_bench.load.target import LoadAnswer, LoadCall, RequestOptions
+from pdserve_bench.search.goodput import GoodputSearch, RunAction
+from pdserve_bench.search.live import LiveMeasure, carry_out
 from pdserve_bench.search.reshape import CannotShape
-from pdserve_bench.search.result import Point
+from pdserve_bench.search.result import Busy, Counters, Point, busy_share, histogram
 from pdserve_bench.search.settings import SearchSettings
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.request import BenchRequest
+from pdserve_bench.workload.request import Arrivals, BenchRequest
 from pdserve_bench.workload.workload import load_workload
 from sim.world.clock import SimLoop, Timeline
 

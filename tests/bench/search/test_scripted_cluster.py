@@ -14,14 +14,13 @@ import pytest
 from pdserve.client import AdminClient
 from pdserve_bench.layout import Layout, Slo
 from pdserve_bench.load.grpc_target import GrpcTarget
-from pdserve_bench.load.options import RequestOptions
-from pdserve_bench.search.executor import carry_out
+from pdserve_bench.load.target import RequestOptions
 from pdserve_bench.search.goodput import GoodputSearch
-from pdserve_bench.search.live import LiveMeasure
-from pdserve_bench.search.live_cluster import LiveCluster
+from pdserve_bench.search.live import LiveMeasure, carry_out
 from pdserve_bench.search.result import Point
 from pdserve_bench.search.settings import SearchSettings
-from pdserve_bench.workload.arrivals import Arrivals
+from pdserve_bench.search.shaper import LiveCluster
+from pdserve_bench.workload.request import Arrivals
 from pdserve_bench.workload.workload import load_workload
 from testkit.fake_worker import DECODE, PREFILL
 from testkit.scripted_worker import ScriptedWorker

@@ -11,9 +11,17 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role
 from pdserve_bench.layout import Layout, Slo
-from pdserve_bench.search.files import SearchFile, check_same, read_result, read_search, write_search
 from pdserve_bench.search.reshape import Home, WantedShape
-from pdserve_bench.search.result import GoodputResult, LayoutResult, Point
+from pdserve_bench.search.result import (
+    GoodputResult,
+    LayoutResult,
+    Point,
+    SearchFile,
+    check_same,
+    read_result,
+    read_search,
+    write_search,
+)
 from pdserve_bench.search.settings import SearchSettings
 from tests.bench.search.servers import NO_FIGURES
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import inference_pb2
-from pdserve_bench.search.space import AUTO, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
+from pdserve_bench.search.settings import AUTO, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
 
 LIMITS = SpaceLimits(workers=4, chunk_tokens=512, max_num_seqs=64)
 

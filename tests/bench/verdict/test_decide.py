@@ -12,9 +12,10 @@ from results import META, layout, measured, point, result, usual
 
 from pdserve_bench.layout import Slo
 from pdserve_bench.search.result import GoodputResult
-from pdserve_bench.verdict import constraint, intervals, words
+from pdserve_bench.verdict import words
 from pdserve_bench.verdict.data import Binding, DecisionData, EstimateData, VerdictData
-from pdserve_bench.verdict.decide import decide
+from pdserve_bench.verdict.decide import decide, find_constraint
+from pdserve_bench.verdict.points import ratio_of
 
 TWO, ONE, OTHER = layout(2, 2), layout(0, 4), layout(1, 3)
 
@@ -96,7 +97,7 @@ def test_a_better_interval_of_two_pools_never_turns_the_answer_against_them(two,
 @given(Ends, Ends)
 def test_the_interval_of_the_ratio_holds_it_and_turns_around_with_it(two, one):
     above, below = (EstimateData(middle, low, high) for low, middle, high in (two, one))
-    there, back = intervals.ratio(above, below), intervals.ratio(below, above)
+    there, back = ratio_of(above, below), ratio_of(below, above)
     assert there.low <= there.value <= there.high
     assert there.low == pytest.approx(1 / back.high)
     assert there.low >= above.low / below.high * (1 - 1e-9)  # never wider than the two extremes
@@ -119,14 +120,14 @@ def test_the_interval_of_the_ratio_holds_it_and_turns_around_with_it(two, one):
 )
 def test_the_first_point_that_misses_shows_what_binds(at, figures, binding):
     seen = [point(at, 8, 0.99), point(at, 10, 0.5, **figures), point(at, 12, 0.1, tpot_p99_s=9.0, ttft_p99_s=90.0)]
-    found = constraint.find(seen, False, Slo(1.0, 0.05), 0.9, 128)
+    found = find_constraint(seen, False, Slo(1.0, 0.05), 0.9, 128)
     assert (found.binding, found.rate_per_s) == (binding, 10)
     assert all(words.constraint(found))
 
 
 def test_a_late_generator_binds_where_no_point_missed():
-    assert constraint.find([point(TWO, 8, 0.99)], True, Slo(), 0.9, 128).binding is Binding.GENERATOR
-    assert constraint.find([point(TWO, 8, 0.99)], False, Slo(), 0.9, 128).binding is Binding.UNSEEN
+    assert find_constraint([point(TWO, 8, 0.99)], True, Slo(), 0.9, 128).binding is Binding.GENERATOR
+    assert find_constraint([point(TWO, 8, 0.99)], False, Slo(), 0.9, 128).binding is Binding.UNSEEN
 
 
 def names(found: VerdictData) -> set[str]:

@@ -14,8 +14,7 @@ from pdserve_bench.layout import Slo
 from pdserve_bench.verdict import model, words
 from pdserve_bench.verdict.data import DecisionData, EstimateData, Fit
 from pdserve_bench.verdict.decide import decide
-from pdserve_bench.verdict.flips import LEVERS, MOST_FACTOR, crossing, flips, relative
-from pdserve_bench.verdict.model import Scenario
+from pdserve_bench.verdict.model import LEVERS, MOST_FACTOR, Scenario, crossing, flips, relative
 
 FIT = Fit(0.12, 0.16, 0.12, 0.010, 0.0006, 0.006, 128.0, 1024.0, 1.0, 1.0)
 NOW = Scenario(4, 1.0, 0.03, 0.9, 64)

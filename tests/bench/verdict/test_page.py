@@ -21,12 +21,21 @@ from pdserve_bench.row import BenchRow, Served
 from pdserve_bench.verdict import html_file, source, units
 from pdserve_bench.verdict.data import DecisionData, VerdictData
 from pdserve_bench.verdict.decide import decide
-from pdserve_bench.verdict.plots import drawing, picture
-from pdserve_bench.verdict.plots.chart import MOST_ROWS, Material, shown
-from pdserve_bench.verdict.plots.pareto import front
-from pdserve_bench.verdict.plots.tail import of_histogram, of_rows
-from pdserve_bench.verdict.plots.theme import DARK, LIGHT, MARKED
-from pdserve_bench.verdict.plots.waterfall import phases, typical
+from pdserve_bench.verdict.plots import (
+    DARK,
+    LIGHT,
+    MARKED,
+    MOST_ROWS,
+    Material,
+    charts,
+    front,
+    of_histogram,
+    of_rows,
+    phases,
+    png,
+    shown,
+    typical,
+)
 
 HOSTILE = '\x07漢<script>alert("1")</script>{{ 7*7 }} $\\frac{1}$ </svg>\x1b[31m ' + "long " * 80
 SERVED = Served(queue_s=0.05, prefill_s=0.2, transfer_s=0.08, exposed_transfer_s=0.01)
@@ -162,7 +171,7 @@ def test_a_number_without_a_source_is_found(monkeypatch):
 @pytest.mark.parametrize("name", ["empty", "huge"])
 def test_a_picture_of_any_result_is_drawn(name):
     found = decide(CASES[name])
-    drawn = picture.png(Material(found, CASES[name]), html_file.content(found), DARK)
+    drawn = png(Material(found, CASES[name]), html_file.content(found), DARK)
     assert drawn.startswith(b"\x89PNG")
 
 
@@ -175,8 +184,8 @@ def test_rows_of_layouts_are_bounded_and_hold_the_best_of_both_kinds():
 
 def test_only_charts_with_data_are_drawn():
     empty = CASES["empty"]
-    assert drawing.charts(Material(decide(empty), empty)) == []
-    assert {one.name for one in drawing.charts(Material(decide(usual()), usual(), {"run": (ROW,)}))} == {
+    assert charts(Material(decide(empty), empty)) == []
+    assert {one.name for one in charts(Material(decide(usual()), usual(), {"run": (ROW,)}))} == {
         "rates", "pareto", "layouts", "tail", "waterfall",
     }  # fmt: skip
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.parse import read_spec
+from pdserve_bench.workload.request import Arrivals
+from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import Workload
 
 DRAWS = 20_000

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.request import AnswerOf, BenchRequest
+from pdserve_bench.workload.request import AnswerOf, Arrivals, BenchRequest
+from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import Workload
 from tests.bench.workload.test_generated import Letters
 

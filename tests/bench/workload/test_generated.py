@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.lengths import Listed, Lognormal, Uniform, draw, most
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.request import BenchRequest
-from pdserve_bench.workload.tokens import Alphabet, TokenMaker
+from pdserve_bench.workload.request import Alphabet, Arrivals, BenchRequest, Listed, Lognormal, TokenMaker, Uniform, draw, most
+from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import Workload
 
 AT_ONCE = Arrivals(kind="inf")

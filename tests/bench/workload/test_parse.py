@@ -7,10 +7,16 @@ from itertools import islice
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.lengths import Uniform
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.spec import ClassMix, JsonlSource, MooncakeSource, RandomSource, SessionSource, parse_spec
+from pdserve_bench.workload.request import Arrivals, Uniform
+from pdserve_bench.workload.spec import (
+    ClassMix,
+    JsonlSource,
+    MooncakeSource,
+    RandomSource,
+    SessionSource,
+    parse_spec,
+    read_spec,
+)
 from pdserve_bench.workload.workload import load_workload
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
 from pdserve_bench.report.meta import collect_meta
-from pdserve_bench.workload.arrivals import Arrivals
-from pdserve_bench.workload.parse import read_spec
-from pdserve_bench.workload.request import BenchRequest
+from pdserve_bench.workload.request import Arrivals, BenchRequest
+from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import Workload
 
 DATA = Path(__file__).resolve().parents[4] / "shared/data"

@@ -1,1 +1,0 @@
-"""The charts of a verdict, drawn by matplotlib. Nothing here is imported before a page is made."""
