@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import math
-import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +22,7 @@ from pdserve.commands.tables import table
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.text.tokenizer import Tokenizer
+from pdserve_bench.commands.run_session import encoder, open_tokenizer, until_interrupted
 from pdserve_bench.layout import Layout, Slo
 from pdserve_bench.load.generator import raised_priority
 from pdserve_bench.load.grpc_target import GrpcTarget
@@ -93,7 +92,7 @@ def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
     result_file: Path | None = flags["result_file"]
     if result_file is not None and not result_file.parent.is_dir():
         raise ConfigError(f"--result-file: the folder {result_file.parent} does not exist")
-    tokenizer = _tokenizer(flags["tokenizer"])
+    tokenizer = open_tokenizer(flags["tokenizer"])
     with InferenceClient(flags["address"]) as client:
         model = client.model_info()
     overrides = []
@@ -109,14 +108,6 @@ def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
     return _GoodputPlan(
         workload, arrivals, tokenizer, slo, limits_of(state), state, model, earlier, path if earlier else None, budget_s
     )
-
-
-def _tokenizer(name: str | None) -> Tokenizer | None:
-    if name is None:
-        return None
-    from pdserve.checkpoint.resolve import resolve
-
-    return Tokenizer.load(resolve(name))
 
 
 class _Session:
@@ -155,7 +146,7 @@ class _Session:
             )
         target = GrpcTarget(self._flags["address"], RequestOptions())
         try:
-            stop = await _until_interrupted(self._search(target))
+            stop, _ = await until_interrupted(self._search(target))
         finally:
             await target.close()
         complete, reason = (False, "it was interrupted") if stop is None else stop
@@ -183,7 +174,7 @@ class _Session:
         plan, flags = self._plan, self._flags
         cluster = LiveCluster(self._admin)
         await cluster.wait_idle(0.0)
-        encode = _encode(plan.tokenizer)
+        encode = encoder(plan.tokenizer)
         await self._remember_home()
         with SearchView(self._console, lambda points: self._keep(points, False)) as view:
             settings = self._settings_of(await self._guess(target, cluster))
@@ -240,7 +231,7 @@ class _Session:
         probe_s = min(max(_PROBE_S, 2 * longest_s), plan.budget_s / 4)
         settings = self._settings_of((1.0, None))
         measure = LiveMeasure(
-            settings, plan.workload, plan.arrivals, target, cluster, flags["seed"], refusal, encode=_encode(plan.tokenizer)
+            settings, plan.workload, plan.arrivals, target, cluster, flags["seed"], refusal, encode=encoder(plan.tokenizer)
         )
         self._console.print(f"measuring for {probe_s:.0f} s to find a first rate")
         before = await cluster.counters()
@@ -305,30 +296,6 @@ class _Session:
         )
         if self._flags["result_file"] is not None:
             write_search(self._flags["result_file"], SearchFile(settings, self._identity(), self._result, self._home))
-
-
-def _encode(tokenizer: Tokenizer | None) -> Callable[[str], tuple[int, ...]] | None:
-    if tokenizer is None:
-        return None
-    return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-async def _until_interrupted(work: Coroutine[Any, Any, tuple[bool, str]]) -> tuple[bool, str] | None:
-    """Await the search. Return None when SIGINT or SIGTERM has ended it and the first layout is back."""
-    task = asyncio.create_task(work)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            task.cancel()
-            raise
-        return None
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 # The view of a search: the point that runs, a line for each point, and the table of the layouts.

@@ -9,11 +9,11 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import msgspec
@@ -30,7 +30,7 @@ from pdserve.commands.requests import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from pdserve.core.errors import ConfigError, Unavailable
 from pdserve.text.tokenizer import Tokenizer
 from pdserve_bench.layout import Slo
-from pdserve_bench.load.generator import raised_priority, run_load
+from pdserve_bench.load.generator import Encode, raised_priority, run_load
 from pdserve_bench.load.grpc_target import GrpcTarget
 from pdserve_bench.load.http_target import BaseUrl, HttpOptions, HttpTarget, ServerInfo, ask_server
 from pdserve_bench.load.schedule import RunLimits
@@ -42,9 +42,11 @@ from pdserve_bench.report.meta import cluster_meta, collect_meta, slos_of
 from pdserve_bench.report.summary import columns, summarise
 from pdserve_bench.report.table import comparison_table, summary_table
 from pdserve_bench.row import BenchRow
-from pdserve_bench.workload.request import Arrivals, BenchRequest, Ids, PromptPart
+from pdserve_bench.workload.request import Arrivals, BenchRequest, PromptPart
 from pdserve_bench.workload.spec import SessionSource, TextSource, read_spec
 from pdserve_bench.workload.workload import Workload, load_workload
+
+T = TypeVar("T")
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 """The signals that end a run early. It is reported and written all the same."""
@@ -158,7 +160,7 @@ def _plan(flags: Mapping[str, Any]) -> _RunPlan:
     check_text(flags)
     check_files(flags)
     earlier = None if flags["compare"] is None else read_run(flags["compare"])
-    tokenizer = _tokenizer(flags["tokenizer"])
+    tokenizer = open_tokenizer(flags["tokenizer"])
     url, info, vocab_size, max_model_len = None, ServerInfo(flags["model"]), None, None
     if backend == "grpc":
         vocab_size, max_model_len = ask_router(flags["address"])
@@ -190,7 +192,8 @@ def _plan(flags: Mapping[str, Any]) -> _RunPlan:
     )
 
 
-def _tokenizer(name: str | None) -> Tokenizer | None:
+def open_tokenizer(name: str | None) -> Tokenizer | None:
+    """Load the tokenizer of a checkpoint by its name. None: none was named."""
     if name is None:
         return None
     from pdserve.checkpoint.resolve import resolve
@@ -242,15 +245,15 @@ async def _run(plan: _RunPlan, flags: Mapping[str, Any], rows: list[BenchRow], p
     target = _target(plan, flags)
     try:
         async with live_line(console, figures, progress):
-            work = run_load(requests, target, limits, watch, encode=_encode(plan.tokenizer), progress=progress)
-            return await _until_interrupted(asyncio.create_task(work))
+            work = run_load(requests, target, limits, watch, encode=encoder(plan.tokenizer), progress=progress)
+            return (await until_interrupted(work))[1]
     finally:
         await target.close()
 
 
-async def _until_interrupted(task: asyncio.Task[list[BenchRow]]) -> int:
-    """Await the run. Return the signal that has ended it, or 0."""
-    loop = asyncio.get_running_loop()
+async def until_interrupted(work: Coroutine[Any, Any, T]) -> tuple[T | None, int]:
+    """Await the work. Return its result and 0, or None and the signal that has ended it."""
+    task, loop = asyncio.create_task(work), asyncio.get_running_loop()
     got: list[int] = []
 
     def stop(number: int) -> None:
@@ -260,16 +263,15 @@ async def _until_interrupted(task: asyncio.Task[list[BenchRow]]) -> int:
     for one in STOPS:
         loop.add_signal_handler(one, stop, one)
     try:
-        await task
+        return await task, 0
     except asyncio.CancelledError:
         if not task.cancelled():
             task.cancel()
             raise
-        return got[0] if got else int(signal.SIGINT)
+        return None, got[0] if got else int(signal.SIGINT)
     finally:
         for one in STOPS:
             loop.remove_signal_handler(one)
-    return 0
 
 
 def _fitting(requests: Iterator[BenchRequest], plan: _RunPlan) -> Iterator[BenchRequest]:
@@ -307,7 +309,8 @@ def _continuous(flags: Mapping[str, Any], plan: _RunPlan) -> bool:
     return plan.continuous_usage if chosen is None else bool(chosen)
 
 
-def _encode(tokenizer: Tokenizer | None) -> Callable[[str], Ids] | None:
+def encoder(tokenizer: Tokenizer | None) -> Encode | None:
+    """Return the function that makes token ids of an answer's text. None: there is no tokenizer."""
     if tokenizer is None:
         return None
     return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -567,10 +570,6 @@ def _check_file(flag: str, path: Path) -> None:
             file.write(bytes(4096))
     except OSError as exc:
         raise ConfigError(f"{flag}: the folder {path.parent} cannot be written: {exc.strerror or exc}") from exc
-    if path.suffix == ".parquet":
-        from pdserve_bench.report.files import check_installed
-
-        check_installed()
 
 
 def check_memory(limits: RunLimits, mean_output_tokens: float) -> None:

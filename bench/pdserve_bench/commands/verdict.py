@@ -63,14 +63,12 @@ def verdict(
     """
     from pdserve.capacity.question import MOST_PRICE, check_real
     from pdserve_bench.verdict.decide import decide
-    from pdserve_bench.verdict.plots import Material, need_matplotlib
+    from pdserve_bench.verdict.plots import Material
 
     if price_per_hour is not None:
         check_real("--price-per-hour", price_per_hour, MOST_PRICE)
     if dark and png is None:
         raise ConfigError("--dark needs --png: the page has both themes already")
-    if html is not None or png is not None:
-        need_matplotlib()  # before a search that takes half an hour
     result, runs, interrupted = _measured(sources, workers, config, result_file, context.args, as_json)
     found = decide(result, price_per_hour)
     write(Material(found, result, {name: run.rows for name, run in runs.items()}), html, png, dark)

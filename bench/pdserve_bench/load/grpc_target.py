@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from dataclasses import fields
 from typing import Any, Final
 
 import grpc
@@ -22,9 +23,9 @@ from pdserve_bench.load.target import (
     LoadAnswer,
     LoadCall,
     RequestOptions,
-    served_of_message,
     served_of_timeline,
 )
+from pdserve_bench.row import Served
 
 _PLACEMENTS: Final = {
     "": common_pb2.PLACEMENT_UNSPECIFIED,
@@ -32,6 +33,8 @@ _PLACEMENTS: Final = {
     "disaggregated": common_pb2.PLACEMENT_DISAGGREGATED,
     "colocated": common_pb2.PLACEMENT_COLOCATED,
 }
+_PLACED: Final = {common_pb2.PLACEMENT_DISAGGREGATED: "disaggregated", common_pb2.PLACEMENT_COLOCATED: "colocated"}
+_REPORTED: Final = tuple(one.name for one in fields(Served) if one.name not in ("placement", "cached_prompt_tokens"))
 CHANNELS: Final = 4
 """The connections of a target. One connection would send all answers through one HTTP/2 window."""
 
@@ -126,3 +129,12 @@ def _explain(exc: grpc.aio.AioRpcError, answer: LoadAnswer) -> None:
         answer.error = reason[:64] if isinstance(reason, str) and reason else f"grpc_{exc.code().name.lower()}"
     if timeline := trailing.get(TIMELINE_METADATA):
         answer.served = served_of_timeline(timeline)
+
+
+def served_of_message(report: inference_pb2.RequestReport, usage: inference_pb2.Usage) -> Served:
+    """Return what a row keeps of a report and a usage that came by gRPC. Most fields have the same name in both."""
+    return Served(
+        **{name: getattr(report, name) for name in _REPORTED},
+        placement=_PLACED.get(report.placement, ""),
+        cached_prompt_tokens=usage.cached_tokens if usage.HasField("cached_tokens") else None,
+    )

@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -31,7 +31,6 @@ from pdserve_bench.load.target import (
     LoadAnswer,
     LoadCall,
     RequestOptions,
-    served_of_json,
     served_of_timeline,
 )
 from pdserve_bench.load.watch import one_line
@@ -528,7 +527,7 @@ class SseReader:
             answer.texts.append(text)
         self._count(chunk, text, now_s)
         if chunk.pdserve is not None:
-            answer.served = served_of_json(chunk.pdserve, answer.served.cached_prompt_tokens)
+            answer.served = replace(chunk.pdserve, cached_prompt_tokens=answer.served.cached_prompt_tokens)
 
     def _count(self, chunk: _SseChunk, text: str, now_s: float) -> None:
         """Count the tokens of a chunk, by its usage where it has one, else as one token if it has text."""

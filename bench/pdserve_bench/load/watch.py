@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -23,11 +23,11 @@ MAX_REASONS: Final = 32
 MAX_MESSAGE_CHARS: Final = 300
 
 
-class LoadWatch(Protocol):
-    """A function that the generator calls with each finished row, in the order in which requests end."""
+LoadWatch: TypeAlias = Callable[[BenchRow], bool]
+"""The generator calls it with each finished row, in the order in which requests end.
 
-    def __call__(self, row: BenchRow) -> bool:
-        """Take a row. True ends the run: nothing more is sent, and what still runs is cut off (`BenchRow.cut`)."""
+True ends the run: nothing more is sent, and what still runs is cut off (`BenchRow.cut`).
+"""
 
 
 def watch_nothing(row: BenchRow) -> bool:

@@ -11,9 +11,10 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
@@ -52,21 +53,11 @@ class _FilesHead(msgspec.Struct):
     version: int
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON file. `rows` holds arrays, whose places `fields` names."""
-
-    format: str
-    version: int
-    meta: dict[str, Any]
-    fields: list[str]
-    rows: list[FlatRow]
-
-
 def write_run(path: Path, run: Run) -> None:
     """Write the file of a run. Raises `RunFileError` for numbers that are not finite, and when the disk refuses."""
     rows = [flat(row) for row in run.rows]
     for row in rows:
-        if bad := row.misfit():
+        if bad := misfit(row):
             raise RunFileError(path, f"does not fit into 64 bits or is not finite, in request {row.number}", field=bad)
     try:
         content = _encode(path, rows, run.meta)
@@ -85,9 +76,9 @@ def read_run(path: Path) -> Run:
     return Run(tuple(row_of(row) for row in rows), meta)
 
 
-def _encode(path: Path, rows: list[FlatRow], meta: dict[str, Any]) -> bytes:
+def _encode(path: Path, rows: list[Any], meta: dict[str, Any]) -> bytes:
     if path.suffix != ".parquet":
-        return msgspec.json.encode(_Document(FORMAT, VERSION, meta, list(FIELDS), rows))
+        return msgspec.json.encode(_DOCUMENT(FORMAT, VERSION, meta, list(FIELDS), rows))
 
     return encode_parquet(rows, meta)
 
@@ -131,11 +122,11 @@ def read_bytes(path: Path) -> bytes:
         raise RunFileError(path, f"cannot be read: {exc.strerror or exc}") from exc
 
 
-def _decode_json(path: Path, content: bytes) -> tuple[dict[str, Any], list[FlatRow]]:
+def _decode_json(path: Path, content: bytes) -> tuple[dict[str, Any], list[Any]]:
     try:
         head = msgspec.json.decode(content, type=_FilesHead)
         check_head(path, head.format, head.version)
-        document = msgspec.json.decode(content, type=_Document)
+        document = msgspec.json.decode(content, type=_DOCUMENT)
     except msgspec.ValidationError as exc:
         said, _, place = str(exc).partition(" - at ")
         raise RunFileError(path, said, field=_named(place)) from exc
@@ -158,129 +149,101 @@ def _named(place: str) -> str:
     return f"rows[{row}.{FIELDS[int(index)]}{more}" if known else place
 
 
-# One row of a run as the files hold it: fields in one fixed order, without anything nested but the arrivals. Pure.
+# One row as the files hold it: fields in one fixed order, without anything nested but the arrivals, which are two lists.
+# `BenchRow` and `Served` say the fields and their types.
 
-
-class FlatRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The fields of a `BenchRow`, then those of its `Served`. The arrivals are two lists of equal length."""
-
-    number: int
-    planned_s: float
-    sent_s: float
-    ended_s: float
-    prompt_tokens: int
-    output_tokens: int
-    warm_up: bool
-    slo_class: str
-    session: str
-    error: str
-    request_id: str
-    placement: str
-    prefill_worker: str
-    decode_worker: str
-    queue_s: float | None
-    prefill_s: float | None
-    transfer_s: float | None
-    exposed_transfer_s: float | None
-    kv_bytes: int | None
-    attempts: int | None
-    cached_prompt_tokens: int | None
-    arrival_times_s: list[float]
-    arrival_tokens: list[int]
-
-    def __post_init__(self) -> None:
-        """Refuse arrivals without their tokens. A file that is read raises `msgspec.ValidationError`."""
-        if len(self.arrival_times_s) != len(self.arrival_tokens):
-            raise ValueError(
-                f"{len(self.arrival_times_s)} arrival_times_s and {len(self.arrival_tokens)} arrival_tokens do not match"
-            )
-
-    def misfit(self) -> str:
-        """Return the name of the first field with infinity, NaN, or an integer of more than 64 bits. Empty: all are fine."""
-        for name in NUMBERS:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) if isinstance(value, float) else -LARGEST <= value <= LARGEST):
-                return name
-        return "" if all(map(math.isfinite, self.arrival_times_s)) else "arrival_times_s"
-
-
-FIELDS: Final = FlatRow.__struct_fields__
-NUMBERS: Final = (
-    *("number", "planned_s", "sent_s", "ended_s", "prompt_tokens", "output_tokens"),
-    *("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "kv_bytes", "attempts", "cached_prompt_tokens"),
-)
 LARGEST: Final = (1 << 63) - 1
 """The largest integer of a column in parquet."""
-_OF_SERVED: Final = tuple(one.name for one in fields(Served))
-_OF_ROW: Final = tuple(one.name for one in fields(BenchRow) if one.name not in ("arrivals", "served"))
+_OF_SERVED: Final = get_type_hints(Served)
+_OF_ROW: Final = {name: kind for name, kind in get_type_hints(BenchRow).items() if name not in ("arrivals", "served")}
+_TYPES: Final = {**_OF_ROW, **_OF_SERVED, "arrival_times_s": list[float], "arrival_tokens": list[int]}
+FIELDS: Final = tuple(_TYPES)
+_KINDS: Final = {name: get_args(kind)[0] if isinstance(kind, UnionType) else kind for name, kind in _TYPES.items()}
+"""The types without None."""
+NUMBERS: Final = tuple(name for name, kind in _KINDS.items() if kind in (int, float))
 
 
-def flat(row: BenchRow) -> FlatRow:
+def _check_arrivals(row: Any) -> None:
+    """Refuse arrivals without their tokens. A file that is read raises `msgspec.ValidationError`."""
+    times, tokens = len(row.arrival_times_s), len(row.arrival_tokens)
+    if times != tokens:
+        raise ValueError(f"{times} arrival_times_s and {tokens} arrival_tokens do not match")
+
+
+FLAT_ROW: Final[Any] = msgspec.defstruct(
+    "FlatRow", list(_TYPES.items()), namespace={"__post_init__": _check_arrivals}, array_like=True, forbid_unknown_fields=True
+)
+_DOCUMENT: Final[Any] = msgspec.defstruct(
+    "_Document",
+    [("format", str), ("version", int), ("meta", dict[str, Any]), ("fields", list[str]), ("rows", list[FLAT_ROW])],
+    forbid_unknown_fields=True,
+)
+"""A JSON file. `rows` holds arrays, whose places `fields` names."""
+
+
+def misfit(row: Any) -> str:
+    """Return the name of the first field with infinity, NaN, or an integer of more than 64 bits. Empty: all are fine."""
+    for name in NUMBERS:
+        value = getattr(row, name)
+        if value is not None and not (math.isfinite(value) if isinstance(value, float) else -LARGEST <= value <= LARGEST):
+            return name
+    return "" if all(map(math.isfinite, row.arrival_times_s)) else "arrival_times_s"
+
+
+def flat(row: BenchRow) -> Any:
     """Return the row as the files hold it."""
     own = {name: getattr(row, name) for name in _OF_ROW}
     served = {name: getattr(row.served, name) for name in _OF_SERVED}
     times_s = [time_s for time_s, _ in row.arrivals]
-    return FlatRow(**own, **served, arrival_times_s=times_s, arrival_tokens=[tokens for _, tokens in row.arrivals])
+    return FLAT_ROW(**own, **served, arrival_times_s=times_s, arrival_tokens=[tokens for _, tokens in row.arrivals])
 
 
-def row_of(row: FlatRow) -> BenchRow:
+def row_of(row: Any) -> BenchRow:
     """Return the row that a file holds."""
     own = {name: getattr(row, name) for name in _OF_ROW}
     served = Served(**{name: getattr(row, name) for name in _OF_SERVED})
     return BenchRow(**own, served=served, arrivals=tuple(zip(row.arrival_times_s, row.arrival_tokens, strict=True)))
 
 
-# The rows of a run as parquet: one column for each field, and lists of arrivals. pyarrow is loaded only here.
+# The rows of a run as parquet: one column for each field, and lists of arrivals. Only these functions load pyarrow.
 
 
 _KEY: Final = b"pdserve"
 
 
-def _types(pa: Any) -> Any:
+def _schema() -> Any:
     """Return the schema of the columns."""
-    whole, seconds, text = pa.int64(), pa.float64(), pa.string()
-    kinds = {"warm_up": pa.bool_(), "arrival_times_s": pa.list_(seconds), "arrival_tokens": pa.list_(whole)}
-    kinds |= dict.fromkeys(
-        ("slo_class", "session", "error", "request_id", "placement", "prefill_worker", "decode_worker"), text
-    )
-    return pa.schema([(name, kinds.get(name, seconds if name.endswith("_s") else whole)) for name in FIELDS])
+    import pyarrow as pa
+
+    columns = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+    columns |= {list[float]: pa.list_(columns[float]), list[int]: pa.list_(columns[int])}
+    return pa.schema([(name, columns[_KINDS[name]]) for name in FIELDS])
 
 
-def _pyarrow() -> Any:
-    """Load pyarrow. Raises `ConfigError` where it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as exc:
-        raise ConfigError("parquet needs pyarrow: run `pip install 'pdserve[bench]'`, or name the file *.json") from exc
-    return pyarrow
-
-
-def check_installed() -> None:
-    """Raise `ConfigError` where pyarrow is not installed."""
-    _pyarrow()
-
-
-def encode_parquet(rows: Sequence[FlatRow], meta: dict[str, Any]) -> bytes:
+def encode_parquet(rows: Sequence[Any], meta: dict[str, Any]) -> bytes:
     """Return a file of the rows. `meta` goes into the metadata of its schema."""
-    pa = _pyarrow()
+    import pyarrow as pa
+    import pyarrow.parquet
+
     head = msgspec.json.encode({"format": FORMAT, "version": VERSION, "meta": meta})
-    schema = _types(pa).with_metadata({_KEY: head})
+    schema = _schema().with_metadata({_KEY: head})
     table = pa.table({name: [getattr(row, name) for row in rows] for name in FIELDS}, schema=schema)
     buffer = io.BytesIO()
     pa.parquet.write_table(table, buffer)
     return buffer.getvalue()
 
 
-def decode_parquet(path: Path, content: bytes) -> tuple[dict[str, Any], list[FlatRow]]:
+def decode_parquet(path: Path, content: bytes) -> tuple[dict[str, Any], list[Any]]:
     """Return the meta and the rows of a file. `path` only names it in errors. Raises `RunFileError`."""
-    pa = _pyarrow()
+    import pyarrow as pa
+    import pyarrow.parquet
+
     try:
         table = pa.parquet.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as exc:
         raise RunFileError(path, f"is damaged or no parquet: {exc}") from exc
     meta = _meta(path, table.schema.metadata or {})
-    wanted = _types(pa)
+    wanted = _schema()
     for name in FIELDS:
         index = table.schema.get_field_index(name)
         if index < 0 or table.schema.field(index).type != wanted.field(name).type:
@@ -289,7 +252,7 @@ def decode_parquet(path: Path, content: bytes) -> tuple[dict[str, Any], list[Fla
         raise RunFileError(path, f"are not those of version {VERSION}: {', '.join(FIELDS)}", field="columns")
     try:
         values = zip(*(table.column(name).to_pylist() for name in FIELDS), strict=True)
-        return meta, [msgspec.convert(row, FlatRow) for row in values]
+        return meta, [msgspec.convert(row, FLAT_ROW) for row in values]
     except (pa.ArrowException, msgspec.ValidationError, UnicodeDecodeError) as exc:
         raise RunFileError(path, f"a row is damaged: {exc}", field="rows") from exc
 

@@ -38,14 +38,12 @@ def draw_both(
 ) -> tuple[Path, Path]:
     """Draw into a file for light pages, and into one with `-dark` in its name. Return both names.
 
-    size_in: width and height in inches. Raises `ConfigError` without matplotlib, for a name with an unknown ending, and when a
-    file cannot be written.
+    size_in: width and height in inches. Raises `ConfigError` for a name with an unknown ending, and when a file cannot be
+    written.
     """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise ConfigError("--plot needs matplotlib: run `pip install 'pdserve[bench]'`") from exc
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
     light, dark = (path.with_stem(f"{path.stem}-dark") if theme.dark else path for theme in THEMES)
     for theme, file in zip(THEMES, (light, dark), strict=True):
         with style.context("dark_background" if theme.dark else "default"):
@@ -69,7 +67,7 @@ POINTS: Final = 2000
 def draw(path: Path, runs: Mapping[str, Columns]) -> tuple[Path, Path]:
     """Draw the runs by name into a file for light pages, and into one with `-dark` in its name. Returns both names.
 
-    Raises `ConfigError` without matplotlib, for a name with an unknown ending, and when a file cannot be written.
+    Raises `ConfigError` for a name with an unknown ending, and when a file cannot be written.
     """
     return draw_both(path, (10, 4), lambda figure, theme: _draw(figure, theme, runs))
 

@@ -14,13 +14,15 @@ from typing import Final, Protocol
 from pdserve.core.errors import PdserveError
 from pdserve_bench.layout import Layout
 from pdserve_bench.load.generator import Encode, run_load
+from pdserve_bench.load.grpc_target import GrpcTarget
 from pdserve_bench.load.schedule import RunLimits
 from pdserve_bench.load.target import RequestOptions, Target
 from pdserve_bench.row import BenchRow
 from pdserve_bench.search.goodput import GoodputSearch, RunAction, StopAction
 from pdserve_bench.search.reshape import CannotShape
-from pdserve_bench.search.result import Counters, Point, figures_of
+from pdserve_bench.search.result import Point, figures_of
 from pdserve_bench.search.settings import SearchSettings
+from pdserve_bench.search.shaper import LiveCluster, Shaper
 from pdserve_bench.search.trial import Decision, Judge, Trial
 from pdserve_bench.workload.request import Arrivals
 from pdserve_bench.workload.workload import Workload
@@ -30,23 +32,6 @@ DRAIN_S: Final = 60.0
 _REQUEST_TIMEOUT_S: Final = 600.0
 
 
-class LiveTargets(Protocol):
-    """The router. `pdserve_bench.load.grpc_target.GrpcTarget` is one."""
-
-    def with_options(self, options: RequestOptions) -> Target:
-        """Return the router as a target of requests with these options."""
-
-
-class SearchedCluster(Protocol):
-    """The cluster that is measured."""
-
-    async def counters(self) -> Counters:
-        """Return what the workers have counted so far."""
-
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no request runs or waits. Raises `Unavailable`."""
-
-
 @dataclass(slots=True)
 class LiveMeasure:
     """It measures rates of one workload on the cluster as it is shaped."""
@@ -54,8 +39,8 @@ class LiveMeasure:
     settings: SearchSettings
     workload: Workload
     arrivals: Arrivals
-    target: LiveTargets
-    cluster: SearchedCluster
+    target: GrpcTarget
+    cluster: LiveCluster
     seed: int
     refusal: Callable[[Sequence[BenchRow]], str]
     """It says why rows do not count, as `pdserve_bench.load.watch.refusal` does."""
@@ -151,29 +136,6 @@ _RESHAPE_S: Final = 5.0
 """The time of a change of the layout, before one was measured."""
 
 
-class Measure(Protocol):
-    """It measures one rate on the cluster as it is shaped."""
-
-    async def measure(self, run: RunAction, number: int, repeat: int) -> Point:
-        """Run one rate and return its point, with nothing left running.
-
-        `number` counts the points of the search before it, and `repeat` those of the same layout.
-        """
-
-
-class ClusterShape(Protocol):
-    """It brings a cluster to a layout. `pdserve_bench.search.shaper.Shaper` does it to a live one."""
-
-    async def shape(self, layout: Layout) -> None:
-        """Bring the cluster to the layout, and return when it is ready."""
-
-    async def check(self, layout: Layout) -> None:
-        """Raise `PdserveError` if the cluster no longer has the layout."""
-
-    async def restore(self) -> None:
-        """Bring back the layout that the cluster had first."""
-
-
 class ClusterView(Protocol):
     """It shows what a search does."""
 
@@ -186,8 +148,8 @@ class ClusterView(Protocol):
 
 async def carry_out(
     search: GoodputSearch,
-    measure: Measure,
-    shaper: ClusterShape,
+    measure: LiveMeasure,
+    shaper: Shaper,
     view: ClusterView,
     *,
     points: Sequence[Point] = (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from pdserve.client import AdminClient, CallFailed
 from pdserve.core.errors import Unavailable
@@ -52,7 +52,7 @@ class Shaper:
 
     def __init__(
         self,
-        port: ClusterPort,
+        port: AdminPort,
         *,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
@@ -212,7 +212,7 @@ class Shaper:
 class _Walk:
     """The calls of one way. `doing` says what the last one did not do if it has failed."""
 
-    def __init__(self, port: ClusterPort, clock: Callable[[], float]) -> None:
+    def __init__(self, port: AdminPort, clock: Callable[[], float]) -> None:
         self._port = port
         self._clock = clock
         self._told: SetLimits | None = None
@@ -267,34 +267,24 @@ ACTUATOR_LOST_S: Final = 10.0
 """The age of an actuator's last poll from which on the router takes no orders for it."""
 
 
-class ClusterPort(Protocol):
-    """A cluster's administration. Calls raise `pdserve.client.CallFailed`, and all of them end in bounded time."""
-
-    async def look(self) -> ClusterNow:
-        """Return the present state of the cluster."""
-
-    async def flip(self, worker_id: str, role: Role, incarnation: int, timeout_s: float) -> None:
-        """Let a worker change its role, and return when it has joined in the new one."""
-
-    async def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """Give workers new limits. 0: the limit stays."""
-
-    async def order(self, sizes: tuple[int, int] | None) -> int:
-        """Order the sizes of the prefill and the decode pool; None leaves them to the planner. Returns the order's number."""
-
-
 class AdminPort:
-    """The administration port of a router. The blocking client runs in threads; the caller closes it."""
+    """The administration port of a router. Calls raise `CallFailed`, and all of them end in bounded time.
+
+    The blocking client runs in threads; the caller closes it.
+    """
 
     def __init__(self, client: AdminClient) -> None:
         self._client = client
 
     async def look(self) -> ClusterNow:
-        """Implements `ClusterPort.look`."""
+        """Return the present state of the cluster."""
         return cluster_now(await _in_thread(self._client.cluster_state))
 
     async def flip(self, worker_id: str, role: Role, incarnation: int, timeout_s: float) -> None:
-        """Implements `ClusterPort.flip`. A cancellation ends the watching, and the flip goes on."""
+        """Let a worker change its role, and return when it has joined in the new one.
+
+        A cancellation ends the watching, and the flip goes on.
+        """
         stream = self._client.flip(worker_id, codec.role_to_wire(role), incarnation=incarnation, timeout_s=timeout_s)
 
         def watch() -> None:
@@ -307,12 +297,12 @@ class AdminPort:
             stream.cancel()
 
     async def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """Implements `ClusterPort.set_budget`."""
+        """Give workers new limits. 0: the limit stays."""
         nobody = common_pb2.ROLE_UNSPECIFIED
         await _in_thread(lambda: self._client.set_budget(worker_ids, nobody, max_num_batched_tokens, max_num_seqs=max_num_seqs))
 
     async def order(self, sizes: tuple[int, int] | None) -> int:
-        """Implements `ClusterPort.order`."""
+        """Order the sizes of the prefill and the decode pool; None leaves them to the planner. Returns the order's number."""
         given = {} if sizes is None else {"prefill": sizes[0], "decode": sizes[1]}
         request = scaling_pb2.ScaleRequest(automatic=sizes is None, **given)
         return await _in_thread(lambda: self._client.scale(request))

@@ -18,7 +18,7 @@ TONES: Final = {"disaggregate": "apart", "colocate": "together", "equal": "toget
 
 
 def html(material: Material) -> str:
-    """Return the page. Raises `ConfigError` without matplotlib."""
+    """Return the page."""
     from markupsafe import Markup
 
     pictures = [{"name": chart.name, "wide": chart.wide, "svg": Markup(svg(chart, material))} for chart in charts(material)]

@@ -7,11 +7,11 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pdserve.core.errors import ConfigError
 from pdserve_bench.layout import Layout
 from pdserve_bench.row import BenchRow
 from pdserve_bench.search.result import GoodputResult, Point
@@ -486,16 +486,6 @@ def draw_waterfall(panels: list[Axes], material: Material, theme: Theme) -> None
 NAMED: Final = {getattr(MARKED, name): f"var(--{name})" for name in Theme.__slots__}
 
 
-def need_matplotlib() -> Any:
-    """Return matplotlib. Raises `ConfigError` that says how to install it."""
-    try:
-        import matplotlib
-        import matplotlib.figure
-    except ImportError as exc:
-        raise ConfigError("a page and a picture need matplotlib: run `pip install 'pdserve[bench]'`") from exc
-    return matplotlib
-
-
 def charts(material: Material) -> list[Chart]:
     """Return the charts for which there is something to draw. An odd one out takes the whole width."""
     found = []
@@ -522,33 +512,35 @@ def axes_of(figure: Figure | SubFigure, chart: Chart) -> list[Axes]:
     return list(made[0])
 
 
+def styled(theme: Theme) -> AbstractContextManager[None]:
+    """Let matplotlib draw in a theme, whatever the user's own settings are."""
+    import matplotlib
+
+    settings: dict[Any, Any] = {**matplotlib.rcParamsDefault, "backend": "agg", **theme.rc()}
+    return matplotlib.rc_context(settings)
+
+
 def svg(chart: Chart, material: Material) -> str:
     """Return a chart as an SVG element whose colours are variables of CSS. Its ids begin with the name of the chart."""
-    matplotlib = need_matplotlib()
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **MARKED.rc()}):
-        figure = matplotlib.figure.Figure(figsize=(chart.width, chart.height), layout="constrained")
+    from matplotlib.figure import Figure
+
+    with styled(MARKED):
+        figure = Figure(figsize=(chart.width, chart.height), layout="constrained")
         chart.draw(axes_of(figure, chart), material, MARKED)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return inline(buffer.getvalue(), chart)
 
 
 def inline(text: str, chart: Chart) -> str:
     """Return a drawing as an element for a page: no declarations, no comments, no links to elsewhere, and ids of its own."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{chart.name}-', text)
-    text = re.sub(r'xlink:href="#', f'href="#{chart.name}-', text)
-    text = re.sub(r"url\(#", f"url(#{chart.name}-", text)
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
-    for name, variable in NAMED.items():
-        text = text.replace(name, variable)
-    head = f'<svg role="img" aria-label="{chart.alt}" '
-    text = (
-        re.sub(r'^<svg width="[^"]*" height="[^"]*" ', head, text) if "width=" in text[:200] else text.replace("<svg ", head, 1)
-    )
-    return re.sub(r"\n\s*", "\n", text)
+    drawn = text[text.index(">", text.index("<svg")) + 1 :]
+    drawn = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'(\bid="|url\(#)|xlink:(href="#)', rf"\1\2{chart.name}-", drawn)
+    drawn = re.sub("|".join(NAMED), lambda colour: NAMED[colour[0]], drawn)
+    view = re.search(r'viewBox="[^"]*"', text)
+    assert view is not None
+    return re.sub(r"\n\s*", "\n", f'<svg role="img" aria-label="{chart.alt}" {view[0]} version="1.1">{drawn}')
 
 
 # The whole page as one PNG, drawn by matplotlib from the same sentences and charts.
@@ -576,8 +568,10 @@ class PlotLine:
 
 
 def png(material: Material, texts: dict[str, Any], theme: Theme) -> bytes:
-    """Return the picture. texts: the content of the page. Raises `ConfigError` without matplotlib."""
-    matplotlib = need_matplotlib()
+    """Return the picture. texts: the content of the page."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     top, bottom = _head(texts), _foot(texts)
     rows = _rows(charts(material))
     cards = texts["cards"]
@@ -587,9 +581,8 @@ def png(material: Material, texts: dict[str, Any], theme: Theme) -> bytes:
         *(max(one.height for one in row) * WIDTH_IN / WIDE_IN for row in rows),
         _height(bottom),
     ]
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **theme.rc()}):
-        figure = matplotlib.figure.Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
-        figure.get_layout_engine().set(w_pad=PAD_IN, h_pad=0.06)
+    with styled(theme):
+        figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout=ConstrainedLayoutEngine(w_pad=PAD_IN, h_pad=0.06))
         parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
         _write(parts[0], top, theme)
         if cards:

@@ -41,7 +41,7 @@ class Limited:
 
 
 class ShapedCluster:
-    """Implements `ClusterPort`. `before` is called before each call, and may change the cluster or raise `CallFailed`."""
+    """Stands for `AdminPort`. `before` is called before each call, and may change the cluster or raise `CallFailed`."""
 
     def __init__(self, prefill: int, decode: int, *, automatic: bool = False, needs_prefill: bool = False) -> None:
         self.now_s = 0.0
@@ -80,7 +80,7 @@ class ShapedCluster:
         self.before(call)
 
     async def look(self) -> ClusterNow:
-        """Implements `ClusterPort.look`."""
+        """Stands for `AdminPort.look`."""
         self._called("look")
         for due in [one for one in self.coming if one.at_s <= self.now_s]:
             self.coming.remove(due)
@@ -93,7 +93,7 @@ class ShapedCluster:
         )  # fmt: skip
 
     async def flip(self, worker_id: str, role: Role, incarnation: int, timeout_s: float) -> None:
-        """Implements `ClusterPort.flip`, with the rules of the router."""
+        """Stands for `AdminPort.flip`, with the rules of the router."""
         self._called(f"flip {worker_id} {role.value}")
         now = self.workers[worker_id]
         assert now.hello.incarnation == incarnation
@@ -106,13 +106,13 @@ class ShapedCluster:
         self.change(worker_id, draining=False, role=role, incarnation=Incarnation(incarnation + 1))
 
     async def set_budget(self, worker_ids: Sequence[str], max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """Implements `ClusterPort.set_budget`. Heartbeats tell the limits later."""
+        """Stands for `AdminPort.set_budget`. Heartbeats tell the limits later."""
         self._called(f"budget {','.join(worker_ids)} {max_num_batched_tokens} {max_num_seqs}")
         at_s = self.now_s + BEAT_S
         self.coming += [Limited(at_s, name, max_num_batched_tokens, max_num_seqs) for name in worker_ids]
 
     async def order(self, sizes: tuple[int, int] | None) -> int:
-        """Implements `ClusterPort.order`."""
+        """Stands for `AdminPort.order`."""
         self._called(f"order {sizes}")
         self.orders += 1
         self.automatic = sizes is None
