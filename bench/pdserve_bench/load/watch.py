@@ -15,9 +15,6 @@ from pdserve_bench.layout import Slo
 from pdserve_bench.load.target import NEVER_SENT, LoadAnswer
 from pdserve_bench.row import BenchRow
 
-# The observers of a run: a watch that may end it, and the progress that others look at.
-
-
 MAX_REASONS: Final = 32
 """The most reasons whose first message is kept."""
 MAX_MESSAGE_CHARS: Final = 300

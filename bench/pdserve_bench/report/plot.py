@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# One drawing in two files: for light pages, and for dark ones.
-
-
 @dataclass(frozen=True, slots=True)
 class LineColours:
     """The colours of lines. `dark` tells the page."""

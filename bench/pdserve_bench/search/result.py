@@ -1,4 +1,4 @@
-"""The result of a search for goodput: a verdict is made of it, and a search resumes by its file. Pure.
+"""The result of a search for goodput: a verdict is made of it, and a search resumes by its file.
 
 Rates are requests a second of the whole cluster; `rate / workers` is the goodput of one worker.
 """
