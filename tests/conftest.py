@@ -8,6 +8,7 @@ Routers and workers are forked from a process that has imported their code (test
 """
 
 import fnmatch
+import gc
 import os
 from pathlib import Path
 
@@ -26,6 +27,20 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("PDSERVE_TESTING_FORK", "1")
 
 LONG = ("cluster", "ray")
+
+# What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage see only what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free all objects at its end. Otherwise, extension modules report leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

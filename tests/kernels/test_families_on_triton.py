@@ -14,8 +14,6 @@ from pdserve.engine.models import graphs
 from pdserve.engine.runner import ModelRunner
 from testkit.random_models import RANDOM_MODELS, write_random
 
-pytest.importorskip("transformers")
-
 
 def runners(directory, kv_cache_dtype: str) -> tuple[ModelRunner, ModelRunner]:
     card = ModelCard.load(directory)
@@ -30,6 +28,7 @@ def runners(directory, kv_cache_dtype: str) -> tuple[ModelRunner, ModelRunner]:
 
 
 def check(name: str, directory, kv_cache_dtype: str, lengths: list[int], decodes: int, **settings: int) -> None:
+    pytest.importorskip("transformers")
     write_random(directory, name, **settings)
     by_torch, by_triton = runners(directory, kv_cache_dtype)
     assert isinstance(by_triton._model._model._backend.ops[0], TritonOps)

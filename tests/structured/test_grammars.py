@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import cache
 
 import jsonschema
 import llguidance
@@ -22,7 +23,11 @@ from pdserve.structured.state import ConstraintState
 from testkit.random_schemas import allowed_ids, random_schema, walk
 
 K = ConstraintKind
-COMPILERS = {model: Compiler(vocabulary_of(model)) for model in ("tiny", "default")}
+
+
+@cache
+def compiler_of(model: str) -> Compiler:
+    return Compiler(vocabulary_of(model))
 
 
 def schema(**keywords: object) -> Constraint:
@@ -33,7 +38,7 @@ def schema(**keywords: object) -> Constraint:
 @given(rng=st.randoms(use_true_random=False), model=st.sampled_from(["tiny", "default"]))
 def test_whatever_is_written_to_the_end_is_valid(rng: random.Random, model: str) -> None:
     wanted = random_schema(rng)
-    state = COMPILERS[model].start(schema(**wanted))
+    state = compiler_of(model).start(schema(**wanted))
     output, ended = walk(state, vocabulary_of(model).eos_token_ids, rng)
     if ended:
         text = tokenizer_of(model).decode(output)
@@ -46,15 +51,15 @@ def test_a_state_made_from_the_tokens_has_the_same_masks(rng: random.Random, mod
     """One state computes each mask on its way, another one computes the last alone, as after a handoff. A third one has a
     grammar of its own, whose lexer has seen nothing."""
     constraint = schema(**random_schema(rng))
-    state = COMPILERS[model].start(constraint)
+    state = compiler_of(model).start(constraint)
     output, _ = walk(state, vocabulary_of(model).eos_token_ids, rng, most=60)
     cuts = sorted(rng.sample(range(len(output)), min(3, len(output))))
     for cut in cuts:
         prompt = [1, 2, 3]
-        states = [COMPILERS[model].start(constraint), Compiler(vocabulary_of(model)).start(constraint)]
+        states = [compiler_of(model).start(constraint), Compiler(vocabulary_of(model)).start(constraint)]
         for other in states:
             other.catch_up([*prompt, *output[:cut]], len(prompt))
-        on_its_way = COMPILERS[model].start(constraint)
+        on_its_way = compiler_of(model).start(constraint)
         for token_id in output[:cut]:
             on_its_way.mask()
             on_its_way.accept(token_id)
@@ -163,7 +168,7 @@ def takes(compiler: Compiler, text: str, **keywords: object) -> bool:
 
 def test_a_format_that_the_compiler_does_not_know_forbids_nothing_and_a_known_one_is_enforced():
     """`path` and `password`, which pydantic writes, were refused. The list of known ones is that of the library."""
-    compiler = COMPILERS["tiny"]
+    compiler = compiler_of("tiny")
     for name in sorted(FORMATS):
         text = json.dumps({"grammars": [{"json_schema": {"type": "string", "format": name}}]})
         matcher = llguidance.LLMatcher(vocabulary_of("tiny").tokens, text, log_level=0)
@@ -187,7 +192,7 @@ DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 @example("+.")
 @example("-0.10")
 def test_a_look_ahead_for_any_other_character_is_enforced_without_one(number: str):
-    taken = takes(COMPILERS["tiny"], json.dumps(number), type="string", pattern=DECIMAL)
+    taken = takes(compiler_of("tiny"), json.dumps(number), type="string", pattern=DECIMAL)
     assert taken == (re.search(DECIMAL, number) is not None)
 
 

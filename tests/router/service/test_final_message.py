@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
@@ -34,6 +33,8 @@ def prompt_of(template: str, content: str | None) -> str:
 @example("trims", "The answer is ")
 def test_the_final_message_is_cut_where_it_ends_and_not_where_its_text_stands_last(name: str, content: str) -> None:
     """ "<" gave a prompt that ended in "<<", and "im_end" one that ended in the template's own mark."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # slow
+
     template = TEMPLATES[name]
     talk = [{"role": "user", "content": "Write < and |."}, {"role": "assistant", "content": content}]
     try:
