@@ -38,10 +38,10 @@ demo: setup      ## run a real model on two pools, then stop everything
 # Dozens of processes load the same code: they should compile it once.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup      ## run the tests
-	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses $(PYTESTS) --dist loadfile --no-loadscope-reorder --hypothesis-profile quick
 
 test-all: test   ## run the tests, and then the slow ones: the swarm, every state of the handoff, real faults
-	@$(BIN)/python -m pytest -m "slow and not cluster and not ray" --numprocesses 2 --dist worksteal
+	@$(BIN)/python -m pytest -m "(slow or hypothesis) and not cluster and not ray" --numprocesses 2 --dist worksteal
 	@$(BIN)/python -m pytest -m "slow and (cluster or ray)"
 
 sim-swarm: setup ## run N seeds of the fault simulation, from SEED on, and its matrix of directed faults

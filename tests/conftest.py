@@ -11,6 +11,7 @@ import fnmatch
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,7 @@ settings.load_profile("shared cores")
 settings.register_profile("ci", settings.get_profile("shared cores"), derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+settings.register_profile("quick", settings.get_profile("ci" if os.environ.get("CI") else "shared cores"))
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -27,6 +29,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("PDSERVE_TESTING_FORK", "1")
 
 LONG = ("cluster", "ray")
+QUICK_SHARE = 4
+"""With the profile "quick" a property tries this part of its examples, and ten at least. `make test-all` tries all of them."""
 
 # What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
 gc.disable()
@@ -47,6 +51,8 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what `quick` leaves out. Run files that start processes first: they take longest, and the last file should
     be short, since it has one core busy."""
+    if settings.get_current_profile_name() == "quick":
+        _try_fewer_examples({item.function for item in items if isinstance(item, pytest.Function)})
     unmatched = set()
     matched = set()
     for item in items:
@@ -61,3 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"`quick` names parameters that do not exist: {sorted(unmatched - matched)}")
     files = {item.path for item in items if any(item.get_closest_marker(mark) for mark in LONG)}
     items.sort(key=lambda item: item.path not in files)
+
+
+def _try_fewer_examples(functions: set[Any]) -> None:
+    def fewer(given: settings) -> settings:
+        return settings(given, max_examples=max(min(given.max_examples, 10), given.max_examples // QUICK_SHARE))
+
+    machines = {machine.TestCase for f in functions if (machine := getattr(f, "_hypothesis_state_machine_class", None))}
+    for machine in machines:
+        machine.settings = fewer(machine.settings)
+    for function in functions - {machine.runTest for machine in machines}:
+        if hasattr(function, "hypothesis"):
+            function._hypothesis_internal_use_settings = fewer(function._hypothesis_internal_use_settings)
