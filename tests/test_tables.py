@@ -105,6 +105,7 @@ def rounds(module: ModuleType) -> Iterator[None]:
         yield again(number)
 
 
+@pytest.mark.quick("lease", "blocks", "sequence", "work_machine")
 @pytest.mark.parametrize("module", RUNS, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_entry_of_the_table_fires(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Recorded(module.TRANSITIONS)

@@ -22,6 +22,7 @@ def model() -> GgufModel:
     return GgufModel(GgufFile(default_gguf()))
 
 
+@pytest.mark.slow
 def test_its_tensors_equal_the_references_bit_for_bit(model):
     """By digest, as tools/make_goldens.py takes it: transformers needs 18 s for what takes 3 here."""
     golden = json.loads((GOLDENS / "default_tensors.json").read_text())

@@ -105,6 +105,7 @@ def test_an_id_that_does_not_exist_says_what_to_do(hub, tmp_path):
     assert "Give a directory" in line
 
 
+@pytest.mark.quick("403-GatedRepo-*", "500-*")
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
@@ -150,6 +151,7 @@ def test_a_repository_that_lacks_the_tokenizer_is_refused_by_name(hub, tiny_dir,
     assert "lacks tokenizer.json" in refusal(prepare("acme/lacking", tmp_path, hub.url))
 
 
+@pytest.mark.quick("acme/-x-")
 @pytest.mark.parametrize("model", ["a..b/c", "acme/-x-", "ac me/tiny"])
 def test_what_is_no_id_is_refused(hub, tmp_path, model):
     assert "is not a Hugging Face id" in refusal(prepare(model, tmp_path, hub.url))

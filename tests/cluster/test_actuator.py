@@ -233,6 +233,7 @@ def test_the_planner_is_refused_where_nothing_limits_the_pools() -> None:
     assert "set prefill.max_replicas or autoscaling.max_workers" in here.state().scaling.report.refused
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("automatic", [False, True])
 def test_workers_that_cannot_start_are_tried_again_later_each_time_and_at_once_by_an_order(automatic: bool) -> None:
     """(1) No decode worker can start any more: each tries for a while, and each next one is held back for longer, but never for

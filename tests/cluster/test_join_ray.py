@@ -167,7 +167,7 @@ def test_what_no_node_offers_is_told_with_the_command_that_mends_it(run_command:
     stop(later)
 
 
-@pytest.mark.quick("environment0*", "environment1*")
+@pytest.mark.slow  # test_ray_errors.py has the errors that Ray raises then
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -52,6 +52,7 @@ def test_a_second_signal_ends_at_once(run_command: Any) -> None:
     command.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_real_up.py ends a real cluster by Ctrl-C, and lasting/test_stopping.py has SIGTERM
 def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
     command = run_command(*UP)
     command.wait_for("prefill-0 starting")

@@ -60,6 +60,7 @@ def test_sixty_four_decodes_together_equal_each_alone(make_runner, make_sheets, 
     assert torch.equal(torch.cat(alone), together.flip(0))
 
 
+@pytest.mark.quick("37-*", "130-*-compiled")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("length", [5, 16, 37, 130])
 def test_block_ids_and_what_lies_behind_the_end_do_not_matter(make_runner, make_sheets, way, length):
@@ -81,7 +82,7 @@ def default_model() -> str:
     return "default"
 
 
-@pytest.mark.quick("float32", "bfloat16-compiled")
+@pytest.mark.quick("bfloat16-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_two_threads_give_the_bits_of_one(make_runner, make_sheets, default_model, way):
     """Prefill and decode workers may have different numbers of threads."""
@@ -99,7 +100,7 @@ def test_two_threads_give_the_bits_of_one(make_runner, make_sheets, default_mode
     assert torch.equal(one[2][1], one[1][-1])
 
 
-@pytest.mark.quick("float32", "bfloat16-compiled")
+@pytest.mark.quick("bfloat16-compiled")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_default_model_too(make_runner, make_sheets, default_model, way):
     """Other shapes, other kernels: 9 query heads on 3, widths that are no powers of two."""

@@ -94,6 +94,7 @@ def test_a_refused_request_is_one_line_and_1(cluster):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.quick("generate")
 @pytest.mark.parametrize("command", ["generate", "chat", "status"])
 def test_nobody_listens_is_one_line_and_1(command):
     result = run(command, "127.0.0.1:9", stdin="hello\n")

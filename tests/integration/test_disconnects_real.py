@@ -100,6 +100,7 @@ def test_cancel_by_id_from_another_connection(cluster, hold):
     wait_empty(cluster)
 
 
+@pytest.mark.quick("reset")
 @pytest.mark.parametrize("leave", [RawHttp.close, RawHttp.reset], ids=["close", "reset"])
 def test_an_http_client_that_vanishes_in_its_stream_frees_every_block(cluster, hold, leave):
     body = {"prompt": "hello there", "max_tokens": LONG_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -112,6 +113,7 @@ def test_an_http_client_that_vanishes_in_its_stream_frees_every_block(cluster, h
     wait_empty(cluster)
 
 
+@pytest.mark.quick("whole")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_an_http_client_that_vanishes_in_a_long_prefill_frees_both_sides(cluster, hold, stream):
     """Nothing is being sent then, so only the closed socket can tell the router."""

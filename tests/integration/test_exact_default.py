@@ -18,7 +18,8 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2
 from testkit.client import Answer, generate_all, request
 from testkit.processes import ProcessCluster
 
-pytestmark = pytest.mark.cluster
+# Short tests have the same of one engine (test_logits_goldens.py), and of two pools of the tiny model (test_exact_tiny.py).
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
@@ -74,10 +75,10 @@ CASES = [
 
 @pytest.fixture(
     scope="module",
-    params=["float32", *(pytest.param(name, marks=[COMPILED, pytest.mark.slow]) for name in ("bfloat16", "int8"))],
+    params=["float32", *(pytest.param(name, marks=COMPILED) for name in ("bfloat16", "int8"))],
 )
 def way(request) -> str:
-    """The dtype of the weights. `test_exact_tiny.py` has int8 among the short tests."""
+    """The dtype of the weights."""
     return str(request.param)
 
 

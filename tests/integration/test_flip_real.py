@@ -23,7 +23,7 @@ from testkit.load import Load
 from testkit.processes import ProcessCluster
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-REQUESTS = 16
+REQUESTS = 12
 HELD = 160  # tokens: every request passes it, in its prompt or in its output
 
 pytestmark = pytest.mark.cluster
@@ -166,6 +166,7 @@ def test_a_search_reshapes_the_cluster_and_brings_it_back(service: Service) -> N
     asyncio.run(story())
 
 
+@pytest.mark.slow  # a short test of the router has the same of a scripted cluster: tests/router/test_flips.py
 def test_flips_that_cannot_be_are_refused_by_name(service: Service, hold: Hold) -> None:
     """(1) The same role, (2) a second flip, and (3) a flip of a draining worker are refused, and (4) a drain ends a flip."""
     cluster = service.cluster

@@ -285,7 +285,7 @@ def post(address: str, body: bytes) -> tuple[int, str]:
 def test_bad_requests_leave_the_good_ones_alone(cluster):
     """Each is refused with its code and a message that names the field; the good ones get what they get alone."""
     placements = (APART, TOGETHER)
-    good = [request(f"number {n} of these", placements[n % 2], max_tokens=40, **GREEDY) for n in range(24)]
+    good = [request(f"number {n} of these", placements[n % 2], max_tokens=24, **GREEDY) for n in range(16)]
     alone = [answer.ids for answer in generate_all(cluster.grpc, good, concurrency=1)]
 
     async def refused(stub: inference_pb2_grpc.InferenceStub, case: tuple[dict[str, Any], grpc.StatusCode, str]) -> None:

@@ -94,6 +94,7 @@ def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, hold,
         assert time.monotonic() < end_s
 
 
+@pytest.mark.slow  # the short tests have it of the core: tests/router/core/recovery/test_lost_workers.py
 def test_a_killed_prefill_worker_leaves_its_prompts_to_decode(cluster, hold):
     """(1) It dies in the middle of a prompt. (2) That prompt is computed again, colocated for want of another. (3) Who
     insists on two pools is refused. (4) It comes back under its id and KV moves again."""

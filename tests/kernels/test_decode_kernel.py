@@ -60,16 +60,19 @@ def check(ends, *, dtype=torch.float32, **case):
     assert (found.double().cpu() - expected).abs().max().item() < tolerance(dtype)
 
 
+@pytest.mark.quick("80", "256")
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_every_head_size_equals_the_definition(dim):
     check([1, 37], dim=dim, group=3, kv_heads=2, splits=2)
 
 
+@pytest.mark.quick("1", "5", "16")
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 16])
 def test_every_group_size_equals_the_definition(group):
     check([20], group=group, kv_heads=2)
 
 
+@pytest.mark.quick("1", "4")
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_any_number_of_splits_equals_the_definition(splits):
     """Up to eight splits of sequences that have one tile and five: some splits are empty, and their sums are not read."""
@@ -97,6 +100,7 @@ def test_every_block_size_equals_the_definition(block_size):
     check([block_size, block_size + 1, 2 * block_size - 1], block_size=block_size, splits=2)
 
 
+@pytest.mark.quick("1-1", "4-16", "1-33", "4-100")
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_window_hides_what_is_older_and_does_not_read_it(window, splits):
@@ -117,7 +121,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([40, 5], dtype=dtype, dim=128, group=4, splits=2)
 
 
-@pytest.mark.quick("0-128", "3-128")
+@pytest.mark.quick("3-128")
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
@@ -130,7 +134,7 @@ def test_the_engines_own_tiles_equal_the_definition(kind, dim):
         )  # fmt: skip
 
 
-@pytest.mark.quick("0", "2", "5")
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_batches_equal_the_definition(seed):
     check_random(seed)

@@ -44,7 +44,12 @@ def test_a_model_with_latent_keys_and_experts_runs_on_triton(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("name", RANDOM_MODELS)
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [
+        *((name, "auto") for name in RANDOM_MODELS),
+        *((name, kind) for name in ("gemma3", "deepseek-v3") for kind in ("int8", "int4")),
+    ],
+)
 def test_triton_gives_the_logits_of_torch(name, kv_cache_dtype, tmp_path):
     check(name, tmp_path, kv_cache_dtype, [20, 3], 2)

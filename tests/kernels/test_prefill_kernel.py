@@ -46,23 +46,26 @@ def check(
     assert out[-1].isnan().all(), "a row that no tile names was written"
 
 
+@pytest.mark.quick("80", "256")
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_every_head_size_equals_the_definition(dim):
     check([(0, 9), (21, 3)], dim=dim, group=3, kv_heads=2)
 
 
+@pytest.mark.quick("1", "5", "16")
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 16])
 def test_every_group_size_equals_the_definition(group):
     check([(14, 5)], group=group)
 
 
+@pytest.mark.quick("tiling0-16", "tiling1-32", "tiling2-64")
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("tiling", [TILING, Tiling(32, 64, 4, 1), Tiling(64, 32, 4, 1)])
 def test_blocks_and_tiles_of_different_sizes_equal_the_definition(block_size, tiling):
     check([(63, 5), (0, 17)], block_size=block_size, tiling=tiling, group=2)
 
 
-@pytest.mark.quick("*-1", "*-16", "*-33")
+@pytest.mark.quick("lengths0-16", "lengths1-1", "lengths1-33")
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 100])
 @pytest.mark.parametrize("lengths", [[(0, 40)], [(50, 20)]])
 def test_a_window_hides_what_is_older_and_does_not_read_it(window, lengths):
@@ -88,7 +91,7 @@ def test_half_precision_is_off_by_its_rounding_only(dtype):
     check([(20, 9), (0, 20)], dtype=dtype, group=4, dim=128)
 
 
-@pytest.mark.quick("0-128", "3-128")
+@pytest.mark.quick("3-128")
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("kind", list(KvFormat))
 def test_the_engines_own_tiles_equal_the_definition(kind, dim):
@@ -100,7 +103,7 @@ def test_the_engines_own_tiles_equal_the_definition(kind, dim):
         )  # fmt: skip
 
 
-@pytest.mark.quick("0", "2", "5")
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(6))
 def test_ragged_batches_equal_the_definition(seed):
     check_random(seed)

@@ -85,7 +85,7 @@ def steps(lengths: list[int], decodes: int, groups: int, seed: int) -> list[Step
     ]
 
 
-@pytest.mark.quick("auto-lengths2", "two groups-lengths1")
+@pytest.mark.quick("auto-lengths1", "two groups-lengths0")
 @pytest.mark.parametrize("lengths", [[9], [20, 3, 15], [5, 6, 7, 8, 17]])
 def test_triton_and_recordings_give_the_logits_of_torch(runners, lengths):
     by_torch, by_triton = runners

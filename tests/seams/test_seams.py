@@ -106,7 +106,12 @@ def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "name", "message"),
     [
-        ("transfer.transport", "nixxl", "transfer.transport must be one of nixl, cma, fake, or module:function"),
+        pytest.param(
+            "transfer.transport",
+            "nixxl",
+            "transfer.transport must be one of nixl, cma, fake, or module:function",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "transfer.transport", "no_such_module:f", "module no_such_module cannot be imported", marks=pytest.mark.slow
         ),

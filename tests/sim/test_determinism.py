@@ -13,6 +13,7 @@ from sim.faults.run import run_seed
 SEEDS = (3, 17)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seed_gives_the_same_run_twice(seed: int) -> None:
     first, second = run_seed(seed), run_seed(seed)
@@ -26,7 +27,7 @@ def test_seeds_differ() -> None:
 
 def test_a_seed_gives_the_same_run_in_other_processes() -> None:
     """What iterates a set of strings or objects would differ between these two."""
-    script = f"from sim.faults.run import run_seed; print([run_seed(seed).digest for seed in {SEEDS!r}])"
+    script = f"from sim.faults.run import run_seed; print(run_seed({SEEDS[0]}).digest)"
     answers = [
         subprocess.run(
             [sys.executable, "-c", script],
@@ -38,4 +39,4 @@ def test_a_seed_gives_the_same_run_in_other_processes() -> None:
         ).stdout
         for hash_seed in ("1", "2")
     ]
-    assert answers[0] == answers[1] == f"{[run_seed(seed).digest for seed in SEEDS]}\n"
+    assert answers[0] == answers[1] == f"{run_seed(SEEDS[0]).digest}\n"

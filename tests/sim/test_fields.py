@@ -121,6 +121,14 @@ FOUND_BY = {
 """The first seed that found it when this was written, which saves the seeds before it. The others are found by seed 1."""
 
 
+@pytest.mark.quick(
+    "a_replay_starts_its_grammar_anew",
+    "a_handoff_forgets_the_first_token",
+    "a_mask_outlives_its_token",
+    "the_prefill_worker_has_no_grammar",
+    "a_scored_prompt_takes_shared_blocks",
+    "a_replay_scores_its_prompt_again",
+)
 @pytest.mark.parametrize("mutant", [*GRAMMAR_MUTANTS, *SCORE_MUTANTS], ids=lambda mutant: mutant.__name__)
 def test_a_broken_rule_of_grammars_or_scores_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)

@@ -72,13 +72,13 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[list[tuple[str, str]], 
     return [(one.function.name, one.function.arguments) for one in calls if one.type == "function"], choice.finish_reason
 
 
-@pytest.mark.quick("True-required", "True-get_weather")
+@pytest.mark.quick("True-required")
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(client: openai.OpenAI, choice: str, parallel: bool) -> None:
     for temperature in (0.0, 1.2):
         fields: Any = {
-            "tool_choice": CHOICES[choice], "parallel_tool_calls": parallel, "max_completion_tokens": 160, "seed": 7,
+            "tool_choice": CHOICES[choice], "parallel_tool_calls": parallel, "max_completion_tokens": 64, "seed": 7,
             "temperature": temperature,
         }  # fmt: skip
         calls, finish = streamed(client, **fields, extra_body={"placement": "disaggregated"})
@@ -96,7 +96,7 @@ def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenA
     """The model decides which of the two it writes, and can write nothing else."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "days", "schema": WEATHER}}
     strict: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    for seed in range(4):
+    for seed in range(2):
         (choice,) = client.chat.completions.create(
             model="",
             messages=MESSAGES,
@@ -104,7 +104,7 @@ def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenA
             response_format=form,
             temperature=1.5,
             seed=seed,
-            max_completion_tokens=160,
+            max_completion_tokens=100,
         ).choices
         calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
         assert bool(calls) != bool(choice.message.content)

@@ -76,6 +76,7 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
             for text, words in (
                 ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: /nowhere}", ["/nowhere"]),
                 ("worker_id: w", ["router_address"]),
+                ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: tiny, kv_cache_memory: 64}", ["kv_cache_memory"]),
                 ("worker_id: w\nrouter_address: 127.0.0.1:1\ntyop: 1", ["tyop"]),
                 (
                     "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1\nallow_public_bind: true",
@@ -83,7 +84,6 @@ def test_it_says_one_line_when_ready_and_exits_0_when_told_to_stop(tmp_path, mod
                 ),
             )
         ),
-        ("worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {model: tiny, kv_cache_memory: 64}", ["kv_cache_memory"]),
         (
             "worker_id: w\nrouter_address: 127.0.0.1:1\ncluster_token: t\nhost: 198.51.100.1",
             ["host 198.51.100.1", "allow_public_bind"],

@@ -92,6 +92,7 @@ WAYS += [
 
 
 @COMPILED
+@pytest.mark.quick("*-2", "all-bf16-1")
 @pytest.mark.parametrize(("name", "kv_cache_dtype", "threads"), WAYS)
 def test_prefill_and_decode_equal_the_references_up_to_rounding(make, name, kv_cache_dtype, threads):
     """(1) Prompts of uneven lengths together, all but their last token. (2) That token of all of them: decodes."""
@@ -163,6 +164,7 @@ def test_a_mixture_without_one_feature_has_other_logits(name, change):
 
 
 @COMPILED
+@pytest.mark.quick("*-None", "all-int8", "latent_moe-int4")
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [*((name, None) for name in MODELS), *((name, bits) for name in QUANTISED for bits in ("int8", "int4"))],

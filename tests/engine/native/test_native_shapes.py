@@ -81,6 +81,7 @@ def runners(shape: tuple[int, int, int, int], kv_cache_dtype: str, tiny: ModelCa
     return compiled, exact
 
 
+@pytest.mark.quick("*-bf16", "shape0-*", "shape1-int4")
 @pytest.mark.parametrize("kv_cache_dtype", list(ROUNDING))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_and_decode_equal_torchs_up_to_rounding(shape, kv_cache_dtype, tiny_dir, make_sheets):

@@ -81,6 +81,7 @@ def reference(model: Any, prompt: list[int], width: int, length: int, penalty: f
     return [(ids, ids[-1] in ENDS) for ids, _ in best]
 
 
+@pytest.mark.quick("1.0")
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_beams_in_two_pools_and_in_one_are_those_of_the_reference(served: tuple[Any, Any], penalty: float) -> None:
     model, stub = served
@@ -94,6 +95,7 @@ def test_beams_in_two_pools_and_in_one_are_those_of_the_reference(served: tuple[
     assert ended, "no beam met an end, so nothing was shown"
 
 
+@pytest.mark.slow
 def test_beams_without_ends_are_those_of_transformers_own_search(served: tuple[Any, Any]) -> None:
     model, stub = served
     for prompt in prompts():

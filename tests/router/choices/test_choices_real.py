@@ -156,6 +156,7 @@ async def wait_empty(cluster: LocalCluster, workers: int) -> None:
     assert not cluster.service._admitted
 
 
+@pytest.mark.slow  # short: test_beams_real.py has real choices, test_siblings.py has what they share
 def test_choices_share_the_prompt_and_equal_single_requests_also_when_their_worker_dies(tmp_path: Path) -> None:
     """(1) Four choices equal the requests alone, and three of them compute no full block. (2) Four longer ones decode on one
     worker, which dies: each is replayed, and equal."""
