@@ -28,9 +28,8 @@ import yaml
 from deploy import network, pods
 from deploy.raycluster import DEFAULT_NAME, Manifest, changed, check_name, labels, metadata, on_kubernetes, service, to_yaml
 from pdserve.cluster.plan import WORKER_ENTRIES, Blueprint, router_config
-from pdserve.config import ClusterConfig, PoolConfig, load
+from pdserve.config import PLANNER, ClusterConfig, PoolConfig, load
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.autoscaling import PLANNER
 
 BUSY: Final = "0.7"
 """The share of the time in which prefill workers should be busy. The rest keeps the waits for the first token short."""

@@ -154,6 +154,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 REWATCH_MIN_S: Final = 0.05
 CLOCK_SLACK_S: Final = 0.05  # gRPC's timer may fire a little before ours; a call that used all its time must end after it
 DEFAULT_TRANSPORT: Final = "nixl"  # workers of the first releases name none
+COMMIT_TRIES: Final = 3  # two answers may be lost; who loses more is cut off, and the lease would end before it is heard
 COMMIT_PAUSE_S: Final = 0.1  # before the second try; twice that before the third
 _Shown = tuple[LeaseId, bytes]
 """A lease id and the proof that was shown for it."""
@@ -257,7 +258,7 @@ class PeerLink:
             self._renewing = None
 
     async def commit(self, lease_id: LeaseId, proof: bytes, reader_id: ReaderId, commit: SendCommit) -> Committed:
-        """Send Commit up to `commit_tries` times, and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
+        """Send Commit up to `COMMIT_TRIES` times, and return the answer. Raises `ReplicaLost` or `LeaseGone` when none came."""
         request = peer_pb2.CommitRequest(
             lease_id=codec.lease_id_to_wire(lease_id),
             reader_id=codec.reader_id_to_wire(reader_id),
@@ -267,7 +268,7 @@ class PeerLink:
             proof=proof,
         )
         failure: PdserveError | None = None
-        for number in range(self._config.commit_tries):
+        for number in range(COMMIT_TRIES):
             await asyncio.sleep(COMMIT_PAUSE_S * number)
             try:
                 response = await self._call(self._lease.Commit, request, self._config.commit_timeout_s)
@@ -278,7 +279,7 @@ class PeerLink:
                 return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)
         if isinstance(failure, ReplicaLost):
             raise failure
-        raise LeaseGone(f"lease {lease_id}: no answer to Commit in {self._config.commit_tries} tries: {failure}")
+        raise LeaseGone(f"lease {lease_id}: no answer to Commit in {COMMIT_TRIES} tries: {failure}")
 
     async def release(self, lease_id: LeaseId, proof: bytes) -> None:
         """Send Release once. A failure is only logged, because the lease expires by itself."""

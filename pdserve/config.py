@@ -9,8 +9,9 @@ This file does without `from __future__ import annotations`: the checks read the
 import dataclasses
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
@@ -18,8 +19,8 @@ from pdserve.config_loader import build
 from pdserve.config_loader import dump as dump
 from pdserve.config_loader import load as load
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.autoscaling import PLANNER, AutoscalingConfig
-from pdserve.core.settings.metrics import MetricsConfig
+from pdserve.core.settings.constants import GONE, LeaseConstants, RouterConstants
+from pdserve.core.settings.labels import LabelSelector, check_key
 from pdserve.core.settings.types import (
     Bytes,
     NonNegativeBytes,
@@ -33,13 +34,19 @@ from pdserve.core.settings.types import (
     check_types,
     is_loopback,
 )
-from pdserve.pool_config import MOST_WORKERS, check_gpus
-from pdserve.pool_config import PoolConfig as PoolConfig
+from pdserve.core.slo import SloClass, classes_of
+from pdserve.plugins import is_path
 
 MIB: Final = 1 << 20
 CPU_BATCHED_TOKENS: Final = 512
 CUDA_BATCHED_TOKENS: Final = 8192  # vLLM takes the same on GPUs of the Hopper class; a chunk of 512 leaves most of one idle
 ADMIN_PORT: Final = 50053
+METRICS_PORT: Final = 9464  # OpenTelemetry's default for exporters to Prometheus
+MAX_INFLIGHT_BODY_BYTES: Final = 64 * MIB  # eight of the largest bodies at once; parsing takes a small multiple of them
+MOST_WORKERS: Final = 4096  # of a pool without `max_replicas`: larger than any cluster that was ever measured
+ROUNDING: Final = 1e-3  # of shares of a GPU: a third of one is 0.3333 to Ray
+PLANNER: Final = "planner"
+"""The value of `scaling_policy` of a pool whose size the planner decides."""
 CPU_KV_BYTES: Final = 256 * MIB  # this holds 11,648 tokens of SmolLM2-135M in bfloat16
 START_TIMEOUT_S: Final = 1800.0  # 140 GB of weights (70 G values in bfloat16) take 19 minutes to download at 1 Gbit/s
 DRAIN_TIMEOUT_S: Final = 300.0  # a worker without room elsewhere for its requests serves 15,000 tokens of each at 50 a second
@@ -57,6 +64,10 @@ LOAD_FORMATS: Final = typing.get_args(LoadFormat)
 QUANTIZATIONS: Final = typing.get_args(Quantization)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
+
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
+_HOST: Final = re.compile(r"\*|[a-z0-9_.-]+")
+_HEADER: Final = re.compile(r"header:[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # a name that HTTP and gRPC both carry
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,42 +148,16 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseConfig:
-    """The lease by which a prefill worker lends KV to a decode worker. Each process measures time on its own clock."""
+class LeaseConfig(LeaseConstants):
+    """The lease by which a prefill worker lends KV to a decode worker."""
 
-    # A lease that nobody renews ends after so long.
-    ttl_s: PositiveFloat = 30.0
-    # The reader renews its leases at least this often. The answers also show that the lender lives.
-    heartbeat_s: PositiveFloat = 1.0
-    # A lender that answers no renewal for so long counts as lost.
-    lost_s: PositiveFloat = 5.0
-    # A transfer may take this time, plus four times its bytes divided by `transfer_bandwidth_bytes_s`.
-    transfer_deadline_floor_s: NonNegativeFloat = 5.0
-    # This bandwidth is pessimistic: 1 Gbit Ethernet. A pair of workers that measures less gets a longer deadline.
-    transfer_bandwidth_bytes_s: PositiveFloat = 1e8
-    # The reader waits so long for the answer to a commit.
-    commit_timeout_s: PositiveFloat = 2.0
-    # The reader asks so many times for a commit before it gives the lease up.
-    commit_tries: PositiveInt = 3
-    # A transfer fails when prefill makes no progress for so long. Otherwise renewals could hold a lease for ever.
-    stalled_s: PositiveFloat = 60.0
-    # KV is used only if its checksum shows that it was read as it was written. Both pools must have the same value.
+    # KV is used only if its checksum shows that it was read as it was written. Both pools must have the same value. Without
+    # it, a transfer costs the decode worker less time, and nothing finds bytes that a network card or memory changed.
     kv_checksum: bool = True
-
-    @property
-    def renew_interval_s(self) -> float:
-        """The reader renews a lease this often. Five renewals may be lost before the lease is."""
-        return min(self.heartbeat_s, self.ttl_s / 6)
 
     def __post_init__(self) -> None:
         check_types(self, "lease.")
-        for name in ("lost_s", "stalled_s"):  # one lost renewal must neither lose a lender nor end a transfer
-            if not getattr(self, name) >= 2 * self.renew_interval_s:
-                raise ConfigError(
-                    f"lease.{name} must be at least {2 * self.renew_interval_s:g}, twice the pause between renewals, which is "
-                    f"the smaller of lease.heartbeat_s ({self.heartbeat_s:g}) and lease.ttl_s / 6 ({self.ttl_s / 6:g}), "
-                    f"got {getattr(self, name)}"
-                )
+        LeaseConstants.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +173,7 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(MetricsConfig):
+class RouterConfig(RouterConstants):
     """The router: where it listens, which limits it sets for clients, and how it deals with losses. Port 0 is any free one."""
 
     # Clients connect to this address, by HTTP and by gRPC.
@@ -204,6 +189,11 @@ class RouterConfig(MetricsConfig):
     link_port: Port = 0
     # Workers are told to connect to this address. None takes `link_host`.
     advertise_host: str | None = None
+    # Prometheus scrapes `/metrics` here, over HTTP. None is port 9464, or any free port if that is taken or `grpc_port` is 0.
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Port | None = None
+    # True also answers `/metrics` on the port for clients, with the same page. False keeps the figures from clients.
+    metrics_on_http: bool = True
     # A prompt is computed on a prefill worker (disaggregated) or on its decode worker (colocated). A request may ask for one.
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
     # Among the workers that may take a request, these policies choose: "prefix_aware", "session_affinity", "goodput",
@@ -214,64 +204,92 @@ class RouterConfig(MetricsConfig):
     colocate_below_tokens: NonNegativeInt = 0
     # "auto" also computes a prompt on the decode worker where that is predicted to cost less time: its own and that of others.
     colocate_by_cost: bool = True
-    # The router refuses further requests while so many requests, or so many of their tokens, wait. None follows the workers.
+    # This file holds the chat template, in Jinja. None takes the model's own.
+    chat_template: str | None = None
+    # Calls of tools are read from the output in this form: hermes, mistral, llama3_json, deepseek_v3, granite, pythonic, or
+    # none. "auto" takes the one whose marks the chat template has.
+    tool_call_parser: str = "auto"
+    # Reasoning is split from the output in this form: qwen3, deepseek_r1, or none. "auto" takes the one that the chat template
+    # asks for.
+    reasoning_parser: str = "auto"
+    # Web pages of these origins, such as https://chat.example, may use the HTTP ports from a browser. "*" allows all pages, and
+    # "null" those without an origin, such as files. Clients that are no browsers send no origin, and are not concerned.
+    allowed_origins: tuple[str, ...] = ()
+    # Where HTTP listens on loopback, a request must name an IP address, localhost or one of these as its host, without a port.
+    # "*" allows all names. If set, this holds for other addresses as well.
+    allowed_hosts: tuple[str, ...] = ()
+    # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`,
+    # `queue_share`, `urgent`, `client` and `max_deadline_s`. Built-in are default, voice, code, chat and batch; what is
+    # not set here stays as it is.
+    slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # A request that names no class belongs to this one.
+    default_class: str = "default"
+    # Turns are fair between clients. What one client is: an "address" (of IPv6 its /64), a "connection", the "api_key" that it
+    # sends in Authorization, or the value of a header, such as "header:x-tenant". Who sends none is told by the address.
+    fairness_key: str = "address"
+    # The waiting requests of one client may fill this share of the queue. A full queue lets the one give way that has most.
+    client_queue_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    # A request may ask for a priority of at most this (over HTTP: of at least its negative, since there a lower number goes
+    # first, as in vLLM). Each level is a head start of 3 s before the requests of other clients.
+    max_client_priority: Annotated[int, Meta(ge=0, le=100)] = 0
+    # A request may ask to be computed on its decode worker if its prompt has at most so many tokens. None sets no limit.
+    max_client_colocated_tokens: NonNegativeInt | None = 2048
+    # The router refuses further requests while so many wait. None follows the workers.
     max_queued_requests: PositiveInt | None = None
-    max_queued_tokens: PositiveInt | None = None
-    # The index of who holds which prefixes may take so many bytes, and then forgets the oldest. 0: no index. None: as above.
+    # The index of who holds which prefixes may take so many bytes, and then forgets the oldest. 0: no index. None follows the
+    # workers; the log says when more would help.
     prefix_index_bytes: NonNegativeBytes | None = None
     # A request that names no deadline gets the default. No request gets more than the maximum.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
-    # One HTTP body may have so many bytes, and all large bodies that are on their way may have so many together.
+    # One HTTP body may have so many bytes.
     max_body_bytes: Bytes = 8 * MIB
-    max_inflight_body_bytes: Bytes = 64 * MIB
     # All answers that are gathered whole may have so many bytes together, and so may all tokens that clients are slow to take.
     max_inflight_answer_bytes: Bytes = 256 * MIB
     # Each port for clients accepts so many connections, if RLIMIT_NOFILE allows. None follows the workers' sequences.
     max_connections: Annotated[int, Meta(ge=16)] | None = None
-    # A request is cancelled when its client takes nothing for so long.
-    stalled_client_s: PositiveFloat = 30.0
     # After SIGTERM the router refuses new requests, and streams may go on for so long.
     drain_s: NonNegativeFloat = 30.0
-    # Each worker sends a heartbeat this often, and the router answers it. `pdserve up` tells workers the interval.
-    heartbeat_interval_s: PositiveFloat = 1.0
     # A worker that the router does not hear for so long is lost. A worker counts its router as lost after the same time.
     heartbeat_lost_s: PositiveFloat = 5.0
-    # A worker becomes ready only after KV has passed between it and a worker of the other pool once.
-    probe_workers: bool = True
-    # A request that fails is tried at most so many times, the first time included. Losses of workers do not count.
-    max_attempts: PositiveInt = 4
-    # All requests that fail may be retried `retry_burst` times together, plus this share of the admitted requests.
-    retry_share: NonNegativeFloat = 0.1
-    retry_burst: NonNegativeInt = 10
-    # Workers that fail much more than their pool, or are much slower, get nothing for a while. At least half of a pool stays.
-    eject_workers: bool = True
-    # A retried request waits so long for a worker to come back before it is refused.
-    recovery_wait_s: NonNegativeFloat = 30.0
-    # A pair of workers whose transfer failed is not used for so long. Each further failure doubles the time, up to the maximum.
-    pair_aside_s: PositiveFloat = 5.0
-    pair_aside_max_s: PositiveFloat = 60.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
     # The router records requests in this file, for `pdserve replay`. A number follows its name if it exists. None: nowhere.
     record_file: str | None = None
-    # Recording stops when the file has so many bytes.
-    record_max_bytes: Bytes = 64 * MIB
     # True also records prompts, outputs and stop strings. Otherwise only their lengths are recorded.
     record_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "router.")
-        self.check_clients()
-        if self.max_inflight_body_bytes < self.max_body_bytes:
-            raise ConfigError(
-                f"router.max_inflight_body_bytes {self.max_inflight_body_bytes} must be at least router.max_body_bytes, "
-                f"{self.max_body_bytes}: a body of that size would never be read"
-            )
+        self._check_clients()
         check_not_under(self, "router.max_deadline_s", "router.default_deadline_s")
-        check_not_under(self, "router.pair_aside_max_s", "router.pair_aside_s")
         check_not_under(self, "router.heartbeat_lost_s", "router.heartbeat_interval_s", times=BEATS_TO_LOSE)
         self._check_ports()
+
+    def classes(self) -> dict[str, SloClass]:
+        """Return the classes of requests by name."""
+        return classes_of(self.slo_classes, "router.slo_classes")
+
+    def _check_clients(self) -> None:
+        """Check the settings that have more than a type. Raises `ConfigError`."""
+        for name, form, example in (
+            ("allowed_origins", _ORIGIN, "*, null, or a scheme and a host without a path, such as https://chat.example"),
+            ("allowed_hosts", _HOST, "* or a name without a port, such as llm.example"),
+        ):
+            for value in getattr(self, name):
+                if not form.fullmatch(value.lower()):
+                    raise ConfigError(f"router.{name}: each entry must be {example}, got {value!r:.100}")
+        if self.default_class not in self.classes():
+            raise ConfigError(f"router.default_class {self.default_class!r} is none of {', '.join(self.classes())}")
+        if self.fairness_key not in ("address", "connection", "api_key") and not _HEADER.fullmatch(self.fairness_key):
+            raise ConfigError(
+                f"router.fairness_key must be address, connection, api_key, or header:NAME, got {self.fairness_key!r:.100}"
+            )
+
+    @property
+    def max_inflight_body_bytes(self) -> int:
+        """All large bodies that are on their way have so many bytes together at most."""
+        return max(MAX_INFLIGHT_BODY_BYTES, self.max_body_bytes)
 
     @property
     def link_bind(self) -> tuple[str, str]:
@@ -296,8 +314,152 @@ class RouterConfig(MetricsConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class PoolCost:
+    """One pool as `AutoscalingConfig` sees it: its sizes, and what one worker costs."""
+
+    min_replicas: int
+    replicas: int
+    gpus: float
+    price_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingConfig:
+    """The planner: whether it decides the sizes of the pools, for which service, and what both pools may cost together."""
+
+    # True lets the planner decide the sizes. Otherwise they stay as configured, until `pdserve scale` changes them.
+    enabled: bool = False
+    # The planner decides this often, from what happened in between.
+    interval_s: PositiveFloat = 10.0
+    # The pools are sized for the targets of this class of requests. None takes `router.default_class`.
+    slo_class: str | None = None
+    # This share of the requests should meet the targets.
+    attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.99
+    # Both pools together have at most so many workers, those that start or leave included. None sets no such limit.
+    max_workers: PositiveInt | None = None
+    # The same for the GPUs that they reserve (`num_gpus` of the pools).
+    max_gpus: NonNegativeFloat | None = None
+    # The same for what they cost in an hour (`price_per_hour` of the pools), in any currency.
+    max_price_per_hour: NonNegativeFloat | None = None
+    # Finer settings of the planner, such as {downscale_delay_s: 600}; docs/autoscaling.md lists them.
+    planner: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def check_affordable(self, prefill: PoolCost, decode: PoolCost) -> None:
+        """Check that the smallest pools and the configured ones respect the limits of both together. Raises `ConfigError`."""
+        for name in ("min_replicas", "replicas"):
+            counts = [min(getattr(pool, name), 1 << 53) for pool in (prefill, decode)]  # a larger one has no float
+            gpus = prefill.gpus * counts[0] + decode.gpus * counts[1]
+            price = prefill.price_per_hour * counts[0] + decode.price_per_hour * counts[1]
+            for limit, amount in (("max_workers", sum(counts)), ("max_gpus", gpus), ("max_price_per_hour", price)):
+                most = getattr(self, limit)
+                if most is not None and amount > most:
+                    raise ConfigError(
+                        f"autoscaling.{limit} is {most:g}, but prefill.{name} ({counts[0]}) and decode.{name} ({counts[1]}) "
+                        f"together take {amount:g}"
+                    )
+
+    def limits(self, pool: PoolCost) -> bool:
+        """Tell whether a limit of both pools together limits this pool."""
+        costs = ((self.max_workers, 1.0), (self.max_gpus, pool.gpus), (self.max_price_per_hour, pool.price_per_hour))
+        return any(most is not None and cost > 0 for most, cost in costs)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One pool: how many workers it has, what each needs from Ray, and which engine settings differ from the common ones."""
+
+    # The pool has so many workers at the start.
+    replicas: NonNegativeInt = 1
+    # It never gets fewer by `pdserve scale` or by the planner. None is 1, or 0 if `replicas` is 0.
+    min_replicas: NonNegativeInt | None = None
+    # It never gets more. None sets no limit, but 0 if `replicas` is 0.
+    max_replicas: NonNegativeInt | None = None
+    # One worker costs so much in an hour, in any currency. `autoscaling.max_price_per_hour` limits the sum.
+    price_per_hour: NonNegativeFloat = 0.0
+    # While the sizes are decided automatically, "planner" decides that of this pool, or a function of your own, as in
+    # "my_policies:prefill_size". It runs in a process of its own; docs/autoscaling.md says what it gets.
+    scaling_policy: str = PLANNER
+    # Ray reserves so many CPUs for each worker. 0 reserves none, which lets all workers start on one small machine: workers
+    # of 1 CPU each would wait there for ever.
+    num_cpus: NonNegativeFloat = 0.0
+    # Ray reserves so many GPUs for each worker, or such a share of one, and shows it no other. Above 0, the worker computes on
+    # CUDA or does not start. While it is 0 in both pools, the GPUs that are there are divided among the workers (`gpus`).
+    num_gpus: NonNegativeFloat = 0.0
+    # A node must offer these custom resources of Ray for each worker, such as {big: 1.0}. Empty accepts any node.
+    resources: dict[str, PositiveFloat] = field(default_factory=dict)
+    # A node must have matching labels. Each name of a label is followed by a value, !value, in(one, other) or !in(one, other),
+    # where ! means not: {zone: a} accepts nodes of zone a, and {zone: "!a"} accepts all others. Empty accepts any node.
+    labels: dict[str, str] = field(default_factory=dict)
+    # A worker is restarted so many times within an hour. After one more death it rests for a minute, then for two, and at last
+    # for an hour. Deaths that follow the first one of a poison request do not count.
+    max_restarts_per_hour: NonNegativeInt = 6
+    # These settings replace those of the section `engine` for this pool, such as {kv_cache_dtype: int8}.
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.least > self.replicas:
+            raise ConfigError(f"min_replicas is {self.least}, more than replicas ({self.replicas})")
+        if self.most < self.replicas:
+            raise ConfigError(f"max_replicas is {self.most}, fewer than replicas ({self.replicas})")
+        if self.scaling_policy != PLANNER and not is_path(self.scaling_policy):
+            raise ConfigError(f"scaling_policy must be {PLANNER}, or module:function of your own, got {self.scaling_policy!r}")
+        for name, selector in self.labels.items():
+            try:
+                check_key(name)
+                LabelSelector.parse(selector)
+            except ValueError as exc:
+                raise ConfigError(f"labels.{name}: {exc}") from exc
+
+    @property
+    def least(self) -> int:
+        """The pool never gets fewer workers than this while the cluster runs."""
+        return min(self.replicas, 1) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """The pool never gets more workers than this while the cluster runs."""
+        if self.max_replicas is not None:
+            return self.max_replicas
+        return max(MOST_WORKERS, self.replicas) if self.replicas else 0
+
+    @property
+    def offered(self) -> int:
+        """A private Ray has room for so many workers of the pool."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def cost(self) -> PoolCost:
+        """The sizes that are configured, and what one worker costs."""
+        return PoolCost(self.least, self.replicas, self.num_gpus, self.price_per_hour)
+
+
+def _check_gpus(name: str, gpus: int | None, num_gpus: float, engine: EngineConfig) -> None:
+    """Check that the GPUs, the device and the memory of the pool called `name` agree. Raises `ConfigError`.
+
+    gpus: the limit of the GPUs of all workers, None without one.
+    """
+    sharing = int(1 / num_gpus + ROUNDING) if 0 < num_gpus < 1 else 1
+    if sharing * engine.gpu_memory_utilization > 1 + ROUNDING and engine.kv_cache_memory is None:
+        raise ConfigError(
+            f"{name}.num_gpus is {num_gpus:g}, so {sharing} workers share a GPU and each takes "
+            f"{engine.gpu_memory_utilization:g} of its memory: set engine.gpu_memory_utilization to {1 / sharing:.2g} or less"
+        )
+    if num_gpus and engine.device == "cpu":
+        raise ConfigError(f"{name}.num_gpus is {num_gpus:g} and its engine.device is cpu: set num_gpus to 0 or device to auto")
+    if gpus == 0 and (num_gpus or engine.device == "cuda"):
+        asks = f"num_gpus is {num_gpus:g}" if num_gpus else "engine.device is cuda"
+        raise ConfigError(f"gpus is 0 and {name}.{asks}: leave one of the two out")
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """The whole cluster, as one YAML file describes it."""
+    """The whole cluster, as one YAML file describes it. The file names none of `GONE`."""
+
+    GONE: ClassVar[Mapping[str, str]] = GONE
 
     # "local" starts a private Ray. "auto" joins the Ray cluster of this node, and HOST:PORT joins the one at that address.
     address: str = "local"
@@ -343,7 +505,7 @@ class ClusterConfig:
                 "router.allow_mixed_quantization: true allows it"
             )
         for name, pool, engine in (("prefill", self.prefill, prefill), ("decode", self.decode, decode)):
-            check_gpus(name, self.gpus, pool.num_gpus, engine)
+            _check_gpus(name, self.gpus, pool.num_gpus, engine)
         self._check_autoscaling()
 
     def _check_autoscaling(self) -> None:
@@ -354,12 +516,6 @@ class ClusterConfig:
         if self.slo_class not in self.router.classes():
             known = ", ".join(self.router.classes())
             raise ConfigError(f"autoscaling.slo_class {self.slo_class!r} is none of {known}")
-        own = [pool for pool in (self.prefill, self.decode) if pool.scaling_policy != PLANNER]
-        if own and self.autoscaling.policy_timeout_s > self.autoscaling.interval_s:
-            raise ConfigError(
-                f"autoscaling.policy_timeout_s is {self.autoscaling.policy_timeout_s:g}, more than autoscaling.interval_s "
-                f"({self.autoscaling.interval_s:g}): a policy answers before it is asked again"
-            )
         if self.autoscaling.enabled and self.unlimited:
             raise ConfigError(f"autoscaling.enabled: {self.unlimited}")
 
@@ -402,7 +558,7 @@ class WorkerConfig:
     allow_public_bind: bool = False
     # Other workers are told to connect to this address. None takes `host`.
     advertise_host: str | None = None
-    # As `router.heartbeat_interval_s` and `router.heartbeat_lost_s`. A worker that has lost its router drops its work.
+    # As those of the router. A worker that has lost its router drops its work.
     heartbeat_interval_s: PositiveFloat = 1.0
     router_lost_s: PositiveFloat = 5.0
     # A drain that takes longer stops where it is. Other workers do again what is left.

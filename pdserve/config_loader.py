@@ -17,6 +17,8 @@ from pdserve.core.errors import ConfigError
 _SUCCESSORS: Final = {"max_restarts": "max_restarts_per_hour (it was a total over the worker's life)"}
 """Each removed setting, and the setting that replaces it."""
 
+NONE_GONE: Final[typing.Mapping[str, str]] = types.MappingProxyType({})
+
 Config = TypeVar("Config")
 
 
@@ -39,7 +41,7 @@ def load(
             raise ConfigError(f"--set takes NAME=VALUE, got {item!r}")
         _assign(data, name, _parse_yaml(text, f"--set {name}: {text!r}"))
     try:
-        return build(cls, data, "")
+        return build(cls, data, "", getattr(cls, "GONE", NONE_GONE))
     except ConfigError as exc:
         if path is None:
             raise
@@ -47,8 +49,12 @@ def load(
 
 
 def dump(config: Any) -> str:
-    """Return YAML that `load` reads back to an equal configuration."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    """Return YAML that `load` reads back to an equal configuration, without what no file sets."""
+    plain = dataclasses.asdict(config)
+    for name in getattr(config, "GONE", NONE_GONE):
+        section, _, leaf = name.partition(".")
+        plain[section].pop(leaf, None)
+    return yaml.safe_dump(plain, sort_keys=False)
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -83,20 +89,24 @@ def _assign(data: dict[str, Any], name: str, value: Any) -> None:
     data[leaf] = value
 
 
-def build(cls: type[Config], data: Any, path: str) -> Config:
-    """Make the section `path` (empty: the whole file) from a mapping. Raises `ConfigError` that names the setting."""
+def build(cls: type[Config], data: Any, path: str, gone: typing.Mapping[str, str] = NONE_GONE) -> Config:
+    """Make the section `path` (empty: the whole file) from a mapping. `gone` maps each full name that no file may set any more
+    to the reason why nothing need be done. Raises `ConfigError` that names the setting."""
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must be a section, got {data!r}")
     known = {setting.name: setting for setting in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values, prefix = dict(data), f"{path}." if path else ""
     for name, value in data.items():
+        if f"{prefix}{name}" in gone:
+            raise ConfigError(f"{prefix}{name} is gone, and need not be replaced: {gone[f'{prefix}{name}']}; remove it")
         if name not in known and name in _SUCCESSORS:
             raise ConfigError(f"{prefix}{name} is gone; its successor is {_SUCCESSORS[name]}")
         if name not in known:
-            raise ConfigError(f"unknown setting {prefix}{name}; known here: {', '.join(sorted(known))}")
+            settable = sorted(each for each in known if f"{prefix}{each}" not in gone)
+            raise ConfigError(f"unknown setting {prefix}{name}; known here: {', '.join(settable)}")
         section = known[name].type
         if isinstance(section, type) and dataclasses.is_dataclass(section):
-            values[name] = build(section, {} if value is None else value, f"{prefix}{name}")  # None: left empty
+            values[name] = build(section, {} if value is None else value, f"{prefix}{name}", gone)  # None: left empty
     for name, setting in known.items():
         if name not in data and setting.default is setting.default_factory:  # both are missing
             raise ConfigError(f"{prefix}{name} must be set")

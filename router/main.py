@@ -138,15 +138,14 @@ async def serve(
         stack.push_async_callback(http.close)
 
         metrics = await serve_metrics(service, settings)
-        if metrics is not None:
-            stack.push_async_callback(metrics.close)
+        stack.push_async_callback(metrics.close)
 
         ready: dict[str, object] = {
             "event": "ready",
             "http": f"{settings.host}:{http.port}",
             "grpc": f"{settings.host}:{front.port}",
             "admin": f"{settings.admin_host}:{admin.port}",
-            "metrics": "" if metrics is None else f"{settings.metrics_host}:{metrics.port}",
+            "metrics": f"{settings.metrics_host}:{metrics.port}",
             "link": f"{settings.advertise_host or link_host}:{link_port}",
             "pid": os.getpid(),
         }

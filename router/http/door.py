@@ -13,7 +13,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.core.settings.clients import ClientConfig
+from pdserve.config import RouterConfig
 from pdserve.core.settings.types import is_loopback
 from router.http import refusal
 from router.http.body import header
@@ -35,7 +35,7 @@ _HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d{1,5})?")
 class Door:
     """The application of one listening address, behind the check of each request's head. It needs this package's server."""
 
-    def __init__(self, app: ASGIApp, settings: ClientConfig, host: str) -> None:
+    def __init__(self, app: ASGIApp, settings: RouterConfig, host: str) -> None:
         """`host` is the address where the server listens."""
         self._app = app
         self._origins = frozenset(origin.lower() for origin in settings.allowed_origins)

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.config import RouterConfig
+from pdserve.config import METRICS_PORT, RouterConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings.metrics import METRICS_PORT
 from router.api.router_api import RouterApi
 from router.http.connections import ConnectionTable
 from router.http.running_calls import RunningCalls
@@ -34,20 +33,18 @@ def metrics_route(api: RouterApi, limits: RouterConfig) -> Route:
     """Return the route of the metrics. `?workers=1` asks for every worker."""
 
     async def metrics(request: Request) -> Response:
-        per_worker = limits.metrics_per_worker or request.query_params.get("workers") in ("1", "true")
+        per_worker = request.query_params.get("workers") in ("1", "true")
         return Response(await api.metrics_page(per_worker=per_worker), media_type=MEDIA_TYPE)
 
     return Route(PATH, metrics)
 
 
-async def serve_metrics(api: RouterApi, settings: RouterConfig) -> HttpServer | None:
-    """Listen and serve until the result is closed. None: the settings want no such port.
+async def serve_metrics(api: RouterApi, settings: RouterConfig) -> HttpServer:
+    """Listen and serve until the result is closed.
 
     Raises `ConfigError` naming the setting of a port that was asked for and is taken. The default port is a wish: where it is
     taken, any free one serves.
     """
-    if not settings.metrics_on_port:
-        return None
     app = Starlette(routes=[metrics_route(api, settings)])
 
     async def start(port: int) -> HttpServer:

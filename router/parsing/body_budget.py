@@ -18,7 +18,7 @@ RETRY_AFTER_S: Final = 1.0
 class BodyBudget:
     """Counts the bytes that large bodies have taken, at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int, what: str = "body", setting: str = "router.max_inflight_body_bytes") -> None:
+    def __init__(self, max_bytes: int, what: str = "body", setting: str = "router.max_body_bytes") -> None:
         """`what` and `setting` name the bodies and the limit in errors."""
         self.max_bytes = max_bytes
         self.what = what

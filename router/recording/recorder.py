@@ -1,7 +1,7 @@
 """The recorder of a running router: a bounded queue, and a thread that writes.
 
 The loop never waits for the file. Recording stops when the queue is full, because the disk is slower than the router, and when
-the file has `record_max_bytes`. The log and the last line then say why. A recording with a hole could not be replayed.
+the file has `MAX_BYTES`. The log and the last line then say why. A recording with a hole could not be replayed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 8192
 """The most events that wait for the thread. A busy router makes so many in a few seconds."""
+MAX_BYTES: Final = 64 << 20
+"""A recording stops at this size, so that one which nobody stops fills no disk."""
 END_BYTES: Final = 256
-"""The bytes of `record_max_bytes` that are kept for the last line."""
+"""The bytes of `MAX_BYTES` that are kept for the last line."""
 MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
 CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
 
@@ -40,7 +42,7 @@ class Recorder:
         """Open the file and start the thread. `seed` is the core's. Raises `ConfigError` naming router.record_file."""
         assert config.record_file is not None
         self._transcript = Transcript(config, model_fingerprint, seed=seed, key=secrets.token_bytes(KEY_BYTES))
-        self._max_bytes = config.record_max_bytes
+        self._max_bytes = MAX_BYTES
         self._queue: queue.Queue[_Item | None] = queue.Queue(MAX_QUEUED)
         self._end = ""
         """The reason why nothing more is taken. Empty: it records."""
@@ -77,7 +79,7 @@ class Recorder:
                 written = file.write(self._transcript.header())
                 for line in self._lines():
                     if written + len(line) + END_BYTES > self._max_bytes:
-                        self._stop(f"router.record_max_bytes, {self._max_bytes}, is reached")
+                        self._stop(f"the file has {self._max_bytes} bytes, as many as a recording may have")
                         break
                     written += file.write(line)
                     if self._queue.empty():

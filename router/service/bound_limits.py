@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 WARN_S: Final = 60.0
 ADVICE: Final = {
     "connections": "raise `ulimit -n` or router.max_connections",
-    "queue": "add decode workers, or raise router.max_queued_requests or router.max_queued_tokens",
+    "queue": "add decode workers, or raise router.max_queued_requests if it is set",
     "prefix_index": "raise router.prefix_index_bytes, if the machine has the memory",
 }
 _WHAT: Final = {

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from typing import Final
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.settings.chats import ChatConfig
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.structured.grammar_text import OPTIONS_KEY, WHITESPACE, answer_rule
 from pdserve.text.calls.events import EventParser
@@ -37,7 +37,7 @@ _ID_LETTERS: Final = string.ascii_letters + string.digits
 class Chats:
     """The forms of calls and of reasoning of the served model."""
 
-    def __init__(self, tokenizer: Tokenizer, config: ChatConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: RouterConfig) -> None:
         """Raises `ConfigError` for a parser that does not exist."""
         template = tokenizer.chat_template
         text = None if template is None else template.text

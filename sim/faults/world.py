@@ -35,7 +35,6 @@ LEASE: Final = LeaseConfig(
     transfer_deadline_floor_s=1.5,
     transfer_bandwidth_bytes_s=1e6,
     commit_timeout_s=0.4,
-    commit_tries=3,
     stalled_s=8.0,
 )
 """About a tenth of the production values, in the same proportions, so that leases expire and deadlines pass within a run."""

@@ -40,7 +40,7 @@ def ports_of(router: RouterConfig) -> dict[str, int]:
         "link": router.link_port,
         "admin": router.admin_port_or_default,
     }
-    if router.metrics_on_port and (router.metrics_port is not None or not router.grpc_port):
+    if router.metrics_port is not None or not router.grpc_port:
         ports["metrics"] = router.metrics_port or 0
     return ports
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.config import ClusterConfig, PoolConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.settings.constants import GONE
 from pdserve.planner.limits import Limits, PoolLimits, PoolSizes, Targets
 from pdserve.planner.planner import PlannerSettings
 
@@ -28,11 +29,15 @@ def targets_of(config: ClusterConfig) -> Targets:
 def planner_settings(config: ClusterConfig) -> PlannerSettings:
     """Return the finer settings of the planner. Raises `ConfigError` that names the setting."""
     given = config.autoscaling.planner
-    known = PlannerSettings.__dataclass_fields__
+    known = {
+        name: field for name, field in PlannerSettings.__dataclass_fields__.items() if f"autoscaling.planner.{name}" not in GONE
+    }
     for name, value in given.items():
+        if reason := GONE.get(f"autoscaling.planner.{name}"):
+            raise ConfigError(f"autoscaling.planner.{name} is gone, and need not be replaced: {reason}; remove it")
         if name not in known:
             raise ConfigError(f"unknown setting autoscaling.planner.{name}; known here: {', '.join(sorted(known))}")
-        if isinstance(value, bool) or not isinstance(value, int if known[name].type == "int" else int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"autoscaling.planner.{name} must be a number, got {value!r}")
     try:
         return PlannerSettings(**given)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from pdserve.cluster.scaling.limits import planner_settings, targets_of
 from pdserve.cluster.scaling.policy import ScalingPolicy, Told
 from pdserve.cluster.scaling.report import plan_to_wire
 from pdserve.cluster.scaling.wanted import Mode, WantedSizes
-from pdserve.config import ClusterConfig
+from pdserve.config import PLANNER, ClusterConfig
 from pdserve.core.ids import WorkerId
-from pdserve.core.settings.autoscaling import PLANNER
 from pdserve.core.worker import Role
 from pdserve.observe.log_files import log_file
 from pdserve.planner.limits import Limits, PoolSizes
@@ -27,6 +27,9 @@ from pdserve.planner.planner import NO_POLICIES, Plan, PlannerState, plan
 from pdserve.planner.policy import ScalingContext
 from pdserve.planner.resizing import Phase, PoolMember
 from pdserve.rpc.v1 import scaling_pb2
+
+POLICY_TIMEOUT_S: Final = 1.0
+"""A policy that does not answer within this time is ended and started again. It computes one number from a page of others."""
 
 
 class Planning:
@@ -43,7 +46,7 @@ class Planning:
         self._observed: Observations | None = None  # what happened, until a plan is made from it
         self._plan: Plan | None = None
         self._followed = False  # the last plan was followed
-        timeout_s = config.autoscaling.policy_timeout_s
+        timeout_s = min(POLICY_TIMEOUT_S, self._interval_s)
         self._policies = {
             role: ScalingPolicy(setting, name, timeout_s, policy_log(logs, role), told)
             for role, setting, name in policies_of(config)

@@ -248,16 +248,19 @@ def test_a_folder_is_no_file_to_record_in(name: str, tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_file_ends_with_the_reason_and_replays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_file_ends_with_the_reason_and_replays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = 10_000
-    recorder = record(tmp_path / "file", record_max_bytes=limit)
+    monkeypatch.setattr("router.recording.recorder.MAX_BYTES", limit)
+    recorder = record(tmp_path / "file")
     for _ in range(1000):
         recorder.note(1.5, ev.Tick(), [])
     recorder.close()
     content = (tmp_path / "file").read_bytes()
     assert limit - END_BYTES - 100 < len(content) <= limit
-    assert replay(content.splitlines(keepends=True)).end == "router.record_max_bytes, 10000, is reached"
-    assert "has stopped: router.record_max_bytes, 10000, is reached" in caplog.text
+    assert replay(content.splitlines(keepends=True)).end == "the file has 10000 bytes, as many as a recording may have"
+    assert "has stopped: the file has 10000 bytes" in caplog.text
 
 
 def test_a_slow_disk_stops_the_recording_and_never_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

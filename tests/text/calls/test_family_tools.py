@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import FinishReason
-from pdserve.core.settings.chats import ChatConfig
 from pdserve.text.calls.events import CallArguments, CallBegin, Content, Reasoning
 from pdserve.text.calls.marks import MarkInserter
 from pdserve.text.calls.output import OutputParser
@@ -310,7 +310,7 @@ def test_marks_stand_where_their_tokens_are(words: list[str], stop: tuple[str, .
 @pytest.mark.parametrize("skip", [True, False])
 def test_marks_that_the_worker_wrote_are_not_written_again(skip: bool, trained: Tokenizer) -> None:
     """The call is read alike, whether the text has its special tokens or the router puts the marks in."""
-    chats = Chats(trained, ChatConfig(tool_call_parser="mistral", reasoning_parser="none"))
+    chats = Chats(trained, RouterConfig(tool_call_parser="mistral", reasoning_parser="none"))
     prompt = ChatPrompt((ChatMessage("user", "Hi"),), (Tool("f"),))
     request = chats.prepare(GenerateInput(prompt, sampling={"skip_special_tokens": skip}))
     ids = tuple(trained.encode("ab[TOOL_CALLS]f[ARGS]{}", add_special_tokens=False))
