@@ -16,7 +16,7 @@ from bench.slow_worker import SLOW, Step, read_steps
 from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster.events import WorkerPhase
 from pdserve.cluster.scaling.actuator import POLL_S
-from pdserve.cluster.scaling.reading import reading_of
+from pdserve.cluster.scaling.report import reading_of
 from pdserve.planner.observations import Observations
 from pdserve.planner.observe import ClusterReading, observe
 from pdserve.rpc.v1 import inference_pb2

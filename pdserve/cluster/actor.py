@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 
 from pdserve.cluster.keeping.keeper import Keeper
-from pdserve.cluster.keeping.order import StartOrder
-from pdserve.cluster.keeping.report import NodePlace, WorkerReport
+from pdserve.cluster.keeping.order import NodePlace, StartOrder, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.worker.start_report import LoadState
 

@@ -40,11 +40,9 @@ from pdserve.cluster.events import (
     tell,
 )
 from pdserve.cluster.folders import Folders
-from pdserve.cluster.gpus.assign import assigned, gpus_of
-from pdserve.cluster.gpus.present import gpus_here
+from pdserve.cluster.gpus import assigned, gpus_here, gpus_of
 from pdserve.cluster.keeping.elsewhere import drain_elsewhere
-from pdserve.cluster.keeping.order import check_settings, running_workers
-from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.keeping.order import WorkerReport, check_settings, running_workers
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.record import ClusterFacts, ClusterRecord, SizeFacts, default_name, mark_of, marked, tie_to
 from pdserve.cluster.router.keeper import RouterKeeper

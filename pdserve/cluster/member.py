@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pdserve.cluster.actor import WorkerActor
 from pdserve.cluster.backoff import Backoff
-from pdserve.cluster.keeping.report import NodePlace, WorkerReport
+from pdserve.cluster.keeping.order import NodePlace, WorkerReport
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.core.errors import PdserveError
 from pdserve.observe.title import PREFIX

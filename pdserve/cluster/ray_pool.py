@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.cluster.actor import WorkerActor
 from pdserve.cluster.errors import ClusterError, StartFailed, WorkerDied
 from pdserve.cluster.events import Listener, WorkerChanged, WorkerLoads, WorkerPhase
-from pdserve.cluster.keeping.report import NodePlace, WorkerReport
+from pdserve.cluster.keeping.order import NodePlace, WorkerReport
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.nodes import NodeView, spread, waits_for, without_node
 from pdserve.cluster.plan import WorkerPlan

@@ -13,21 +13,25 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 import psutil
 import ray
+from ray import _raylet
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray.core.generated import autoscaler_pb2, common_pb2
 
-from pdserve.cluster import processes, ray_nodes, record
+from pdserve.cluster import processes, record
 from pdserve.cluster.errors import ClusterError
-from pdserve.cluster.nodes import Node, NodeView
+from pdserve.cluster.nodes import Node, NodeView, Request
 from pdserve.cluster.plan import LOCAL_HOST, local_environment, local_resources
-from pdserve.cluster.ray_token import send_token_if_asked
 from pdserve.config import ClusterConfig
+from pdserve.core.settings.labels import LabelSelector
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 STOP_TIMEOUT_S = 5.0
@@ -91,7 +95,7 @@ class RaySession:
     @property
     def look(self) -> Callable[[], NodeView | None] | None:
         """A function that looks at the nodes of the joined cluster. None for a private Ray, where every worker fits."""
-        return None if self._private else ray_nodes.look
+        return None if self._private else look
 
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes of the joined cluster; none for a private Ray, or when Ray does not answer."""
@@ -176,3 +180,115 @@ def _explain(config: ClusterConfig, exc: Exception) -> str:
     if "when trying to resolve node to connect to" in reason:
         return f"{said}: this machine is none of its nodes; make it one with `ray start --address={address}`"
     return f"{said}: {reason}; start one with `ray start --head`, or use --address local"
+
+
+# The token of a Ray cluster. The cluster is asked before it is joined, and gets our token only if it wants one.
+#
+# Ray alone sends a token only when no address is named, needs 20 s to say that a token is missing, and loses every actor
+# when a token goes to a cluster that takes none (measured with Ray 2.60).
+
+ASK_TIMEOUT_S: Final = 5.0
+METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # its request is empty, and every Ray answers it
+_COMPILED: Final[Any] = _raylet  # it has no type stubs
+WHERE: Final = "on a node of that cluster `ray get-auth-token` prints it"
+
+
+def send_token_if_asked(address: str) -> None:
+    """Prepare this process for joining Ray at `address` (host:port). Raises `ClusterError` that says what to set."""
+    takes_none = _admits(address, {})
+    if takes_none is None:  # no answer of Ray without encryption came; joining will tell why
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        return
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if takes_none:
+        if mode.lower() == "token":
+            raise ClusterError(f"Ray at {address} takes no token: unset RAY_AUTH_MODE, which is {mode}")
+        return
+    if mode and mode.lower() != "token":
+        raise ClusterError(f"Ray at {address} wants its token: unset RAY_AUTH_MODE, which is {mode}, and set RAY_AUTH_TOKEN")
+    loader = _COMPILED.AuthenticationTokenLoader.instance()
+    if not loader.has_token(ignore_auth_mode=True):
+        raise ClusterError(
+            f"Ray at {address} wants its token: set RAY_AUTH_TOKEN=TOKEN, or RAY_AUTH_TOKEN_PATH to a file with it; {WHERE}"
+        )
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if _admits(address, loader.get_token_for_http_header()) is False:
+        raise ClusterError(f"Ray at {address} refuses the token of {_source()}: it is another cluster's; {WHERE}")
+
+
+def _admits(address: str, headers: Mapping[str, str]) -> bool | None:
+    """Tell whether Ray at `address` accepts a call with these headers. None: the answer does not tell."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        metadata = tuple((name.lower(), value) for name, value in headers.items())
+        try:
+            channel.unary_unary(METHOD, bytes, bytes)(b"", timeout=ASK_TIMEOUT_S, metadata=metadata)
+        except grpc.RpcError as exc:
+            return False if exc.code() is grpc.StatusCode.UNAUTHENTICATED else None
+    return True
+
+
+def _source() -> str:
+    """Return the place from which Ray took the token. Ray looks in this order."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+
+
+# The nodes of the Ray cluster that this process has joined, in one look at what Ray's control service knows.
+
+LOOK_TIMEOUT_S: Final = 5.0
+_PROTOCOL: Final[Any] = autoscaler_pb2  # these modules have no type stubs
+_COMMON: Final[Any] = common_pb2
+_NOT_IN: Final = _COMMON.LABEL_OPERATOR_NOT_IN
+MOST_PENDING: Final = 1000  # requests that are alike and kept at most; other users of the cluster may have any number
+_USABLE: Final = (_PROTOCOL.RUNNING, _PROTOCOL.IDLE)  # neither dead nor draining
+
+
+def look() -> NodeView | None:
+    """Ask Ray for its nodes. None means that Ray does not answer now, so nothing can be said about them."""
+    address = str(ray.get_runtime_context().gcs_address)
+    reply = _PROTOCOL.GetClusterStatusReply()
+    try:
+        reply.ParseFromString(_COMPILED.GcsClient(address).get_cluster_status(timeout_s=LOOK_TIMEOUT_S))
+    except ray.exceptions.RayError:
+        return None
+    return view_of(reply, address)
+
+
+def view_of(reply: Any, address: str) -> NodeView:
+    """Translate a `GetClusterStatusReply` of Ray's control service."""
+    state = reply.autoscaling_state
+    return NodeView(
+        address=address,
+        nodes=tuple(_node(state) for state in reply.cluster_resource_state.node_states if state.status in _USABLE),
+        pending=tuple(
+            _request(each.request)
+            for each in reply.cluster_resource_state.pending_resource_requests
+            for _ in range(min(each.count, MOST_PENDING))
+        ),
+        autoscaled=reply.HasField("autoscaling_state"),  # only an autoscaler writes it
+        coming=tuple(
+            sorted({each.ray_node_type_name for each in (*state.pending_instances, *state.pending_instance_requests)})
+        ),
+        takes_token=os.environ.get("RAY_AUTH_MODE", "").lower() == "token",  # Ray or the operator has set it
+        hopeless=tuple(dict(request.resources_bundle) for request in state.infeasible_resource_requests),
+    )
+
+
+def _request(request: Any) -> Request:
+    selectors = {
+        (rule.label_key, LabelSelector(rule.operator == _NOT_IN, tuple(sorted(rule.label_values))))
+        for selector in request.label_selectors[:1]  # the others are fallbacks, and our requests have none
+        for rule in selector.label_constraints
+    }
+    return frozenset(request.resources_bundle.items()), frozenset(selectors)
+
+
+def _node(state: Any) -> Node:
+    return Node(
+        node_id=state.node_id.hex(),
+        host=state.node_ip_address,
+        total=dict(state.total_resources),
+        free=dict(state.available_resources),
+        labels=dict(state.labels),
+    )

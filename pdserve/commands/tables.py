@@ -16,7 +16,7 @@ from pdserve.core.worker import VersionRange, niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from pdserve.cluster.keeping.report import WorkerReport
+    from pdserve.cluster.keeping.order import WorkerReport
 
 BAR_CELLS = 20
 WIDE = 140  # columns of a terminal that the whole status needs

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pdserve.cluster.events import WorkerChanged, WorkerLoads, WorkerPhase
-from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.keeping.order import WorkerReport
 from pdserve.commands import tables
 from pdserve.commands.console import make_console
 from pdserve.commands.failures import report

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 from pdserve.cluster import plan
 from pdserve.cluster.events import Event, WorkerChanged, WorkerPhase
-from pdserve.cluster.keeping.report import NodePlace
+from pdserve.cluster.keeping.order import NodePlace
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.scaling.actuator import Actuator
 from pdserve.cluster.scaling.port import PlanRefused, Poll, Replaced, Unanswered, _order

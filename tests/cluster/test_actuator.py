@@ -12,8 +12,7 @@ from scaling_world import Worker, World
 
 from pdserve.cluster.events import ActuatorReplaced, PoolsResized
 from pdserve.cluster.member import MemberState
-from pdserve.cluster.scaling.actuator import Actuator
-from pdserve.cluster.scaling.holds import FIRST_S, LONGEST_S
+from pdserve.cluster.scaling.actuator import FIRST_S, LONGEST_S, Actuator
 from pdserve.config import ClusterConfig, load
 from pdserve.core.errors import ConfigError
 from pdserve.core.worker import Role

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from pdserve.cluster import plan
-from pdserve.cluster.keeping.report import NodePlace
+from pdserve.cluster.keeping.order import NodePlace
 from pdserve.cluster.member import FIRST_WAIT_S, LONGEST_WAIT_S, Member, MemberState
 from pdserve.config import ClusterConfig, PoolConfig
 

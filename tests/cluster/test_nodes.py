@@ -12,7 +12,7 @@ from ray._private.label_utils import validate_label_selector
 from ray.core.generated import autoscaler_pb2
 
 from pdserve.cluster.nodes import CPU, GPU, Needs, Node, NodeView, covers, spread, start_command, waits_for, without_node
-from pdserve.cluster.ray_nodes import view_of
+from pdserve.cluster.ray_session import view_of
 from pdserve.core.settings.labels import LabelSelector, match_all
 
 ADDRESS = "10.0.0.1:6379"

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pdserve.cluster.scaling.reading import reading_of
+from pdserve.cluster.scaling.report import reading_of
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.slo import ClassDemand, DemandCounts

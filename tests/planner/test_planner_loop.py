@@ -11,13 +11,12 @@ import pytest
 
 from pdserve.planner import planner
 from pdserve.planner.correction import PoolSeen
-from pdserve.planner.demand import PhaseDemand, Traffic
+from pdserve.planner.demand import NO_SEASON, PhaseDemand, Traffic
 from pdserve.planner.hysteresis import PoolMemory, workers_for
 from pdserve.planner.limits import Limits, PoolLimits
 from pdserve.planner.need import Need
 from pdserve.planner.observations import Observations
 from pdserve.planner.planner import Plan, PlannerSettings
-from pdserve.planner.season import NO_SEASON
 from tests.planner.fluid import LIMITS, Fluid, FluidPool, changes
 
 DAY_S = 7_200.0

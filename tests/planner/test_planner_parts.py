@@ -16,11 +16,10 @@ from pdserve.planner.hysteresis import PoolMemory, begun, decided, held
 from pdserve.planner.hysteresis import given as gives
 from pdserve.planner.limits import Targets
 from pdserve.planner.means import NO_MEAN, NO_RATE, NO_TREND
-from pdserve.planner.need import NO_WORKERS, decode_need, prefill_need
+from pdserve.planner.need import NO_WORKERS, decode_need, late, prefill_need, wait_within, workers_for_wait
 from pdserve.planner.observations import DemandObserved, Observations, PoolObserved
 from pdserve.planner.planner import PlannerSettings
 from pdserve.planner.steps import NO_STEPS, StepLine, room
-from pdserve.planner.waits import late, wait_within, workers_for_wait
 
 SETTINGS = PlannerSettings()
 loads = st.floats(0.01, 200)

@@ -13,22 +13,58 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 from pdserve.cluster.backoff import Backoff
-from pdserve.cluster.driver.messages import Begin, DriverAnswer, Joined, Request
 from pdserve.cluster.errors import ClusterError, Interrupted
-from pdserve.cluster.events import Listener, RayBack, RayLost
-from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.events import Event, Listener, RayBack, RayLost
+from pdserve.cluster.keeping.order import WorkerReport
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.config import ClusterConfig
 from pdserve.killable_child import environment
 from pdserve.observe.log_files import open_log
+
+# The messages between `pdserve up` and its Ray driver. Each request has one answer, in order.
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first message to the driver: join Ray, or start one below the private folder."""
+
+    config: ClusterConfig
+    private: str
+    name: str  # the cluster's
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The driver's answer to `Begin`. It sends an error instead when it could not join Ray."""
+
+    node_host: str
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of a method of the pool."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DriverAnswer:
+    """The events since the last answer, and all workers as they are now, without the handles of Ray."""
+
+    events: tuple[Event, ...]
+    members: tuple[Member, ...]
+
 
 COMMAND: Final = (sys.executable, "-m", "pdserve.cluster.driver.process")
 JOIN_TIMEOUT_S: Final = 120.0

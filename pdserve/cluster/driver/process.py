@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pdserve.cluster.driver.messages import Begin, DriverAnswer, Joined, Request
+from pdserve.cluster.driver.driver import Begin, DriverAnswer, Joined, Request
 from pdserve.cluster.events import Event
 from pdserve.core.errors import PdserveError
 from pdserve.observe.logs import setup_logging

@@ -16,23 +16,15 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # a worker loads torch, and the keeper that imports this file does not
+    from pdserve.worker.process import RunningWorker
 
 HEALTH_INTERVAL_S: Final = 1.0
 NODE_LEAVING: Final = Path("/tmp/pdserve-node-leaving")
 """The preStop hook of a worker's pod makes this file. Each pod has its own /tmp."""
 log = logging.getLogger(__name__)
-
-
-class Watched(Protocol):
-    """A worker, as far as the guard needs it."""
-
-    @property
-    def healthy(self) -> bool:
-        """False once the worker can no longer do its work."""
-
-    def wait(self, timeout_s: float | None) -> int | None:
-        """Return the exit status: None while the worker runs, 0 once it has drained or was stopped."""
 
 
 def end_process() -> None:
@@ -49,7 +41,7 @@ class Guard:
 
     def __init__(
         self,
-        worker: Watched,
+        worker: RunningWorker,
         *,
         node_leaves: Callable[[], bool],
         end_process: Callable[[], None] = end_process,

@@ -15,12 +15,10 @@ import time
 from typing import Any, Final
 
 from pdserve.cluster.errors import StartFailed, WorkerDied
-from pdserve.cluster.gpus.assign import free_gpu
-from pdserve.cluster.gpus.present import VISIBLE
+from pdserve.cluster.gpus import VISIBLE, free_gpu
 from pdserve.cluster.keeping.control import call
-from pdserve.cluster.keeping.order import StartOrder, check_settings, read_facts, running_workers
+from pdserve.cluster.keeping.order import StartOrder, WorkerReport, check_settings, read_facts, running_workers
 from pdserve.cluster.keeping.process import write_order
-from pdserve.cluster.keeping.report import WorkerReport
 from pdserve.cluster.record import TIED, ClusterRecord, ProcessId, mark_of
 from pdserve.killable_child import environment
 from pdserve.worker.start_report import LoadState

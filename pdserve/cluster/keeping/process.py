@@ -21,20 +21,22 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
-from pdserve.cluster.gpus.present import VISIBLE
+from pdserve.cluster.gpus import VISIBLE
 from pdserve.cluster.keeping.control import ControlServer
 from pdserve.cluster.keeping.guard import NODE_LEAVING, Guard
-from pdserve.cluster.keeping.order import StartOrder, WorkerFacts, settings_digest, write_facts
-from pdserve.cluster.keeping.report import WorkerReport
+from pdserve.cluster.keeping.order import StartOrder, WorkerFacts, WorkerReport, settings_digest, write_facts
 from pdserve.cluster.plan import on_this_node
 from pdserve.cluster.record import ClusterRecord, ProcessId
 from pdserve.core.worker import niced
 from pdserve.observe.log_files import log_file, open_log
 from pdserve.observe.logs import setup_logging
 from pdserve.observe.title import set_title
-from pdserve.worker.start_report import LoadProgress, LoadState, MemoryReport
+from pdserve.worker.start_report import LoadProgress, LoadState
+
+if TYPE_CHECKING:  # a worker loads torch, which this process does once it has its order
+    from pdserve.worker.process import RunningWorker
 
 log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
@@ -42,25 +44,6 @@ LOOK_S: Final = 1.0
 TOLD_TIMEOUT_S: Final = 10.0
 """A worker that has ended waits so long for its keeper to ask. No keeper is there when it drains while no `pdserve up` runs."""
 STOP_TIMEOUT_S: Final = 3.0
-
-
-class ServedWorker(Protocol):
-    """A started worker. `start(config, progress)` of `prefill_worker.main` and of `decode_worker.main` return one."""
-
-    address: str
-    role: str
-    memory: MemoryReport
-    computes: str
-
-    @property
-    def healthy(self) -> bool:
-        """False once the worker can no longer do its work."""
-
-    def wait(self, timeout_s: float | None) -> int | None:
-        """Return the exit status: None while the worker runs, 0 once it has drained or was stopped."""
-
-    def stop(self, timeout_s: float) -> object:
-        """Stop the worker without draining it, within `timeout_s`."""
 
 
 class WorkerProcess:
@@ -75,7 +58,7 @@ class WorkerProcess:
         self._loaded: Future[WorkerReport] = Future()
         self._ended: Future[bool] = Future()
         self._told = threading.Event()  # a keeper knows how it ended
-        self._worker: ServedWorker | None = None
+        self._worker: RunningWorker | None = None
         self._guard: Guard | None = None
         self._record = ClusterRecord.open(self._plan.lasting) if self._plan.lasting else None
         self.control = ControlServer(
@@ -165,7 +148,7 @@ class WorkerProcess:
             module, _, function = plan.entry.partition(":")
             start = getattr(importlib.import_module(module), function)
             imported = time.time()
-            worker = cast(ServedWorker, start(config, self._progress))
+            worker = cast("RunningWorker", start(config, self._progress))
         finally:
             gc.enable()
         self._worker = worker

@@ -6,20 +6,39 @@ away, starts, or hangs.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Final
 
-from pdserve.client import AdminClient
+import grpc
+
+import pdserve
+from pdserve.client import AdminClient, CallFailed
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.events import Listener, RouterAdopted, RouterBack, RouterLost, RouterReplaced
 from pdserve.cluster.record import ClusterRecord, RouterFacts
-from pdserve.cluster.router.adoption import ANSWER_S, AdoptionChoice, at_recorded, choose, settings_digest
-from pdserve.cluster.router.life import Back, Kill, Lost, RouterLife, RouterPhase, RouterSeen, RouterStart, Sight
-from pdserve.cluster.router.ports import HeldPorts
-from pdserve.cluster.router.probe import RouterProbe, answers_admin
+from pdserve.cluster.router.life import (
+    ASK_ADMIN_S,
+    ASK_CLIENTS_S,
+    PROBE_S,
+    Back,
+    Kill,
+    Lost,
+    RouterLife,
+    RouterPhase,
+    RouterSeen,
+    RouterSilence,
+    RouterStart,
+    Sight,
+)
+from pdserve.cluster.router.ports import NAMES, HeldPorts, at_ports, hosts_of, ports_of
 from pdserve.cluster.router_process import STOP_TIMEOUT_S, Endpoints, RouterProcess
+from pdserve.config import RouterConfig, RouterProcessConfig, dump
 from pdserve.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -180,3 +199,138 @@ class RouterKeeper:
     def kill(self) -> None:
         """End the router now. Any thread may call it."""
         self.process.kill()
+
+
+# The adoption of the router that an earlier `pdserve up` left, or its replacement. Pure.
+
+ANSWER_S: Final = 10.0  # a router on a loaded machine; it is asked again until then
+
+
+class AdoptionChoice(Enum):
+    """The ways to get a router that serves with the settings of now."""
+
+    START = "start"  # none runs
+    ADOPT = "adopt"
+    REPLACE = "replace"  # it serves with other settings: its streams end first, then another one starts
+    KILL = "kill"  # it runs and does not answer
+
+
+def settings_digest(settings: RouterProcessConfig) -> str:
+    """Return the digest of a router's settings as they were given, the secret left out, and of the version of its code."""
+    text = "\n".join((pdserve.__version__, dump(settings.router), dump(settings.engine)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def choose(recorded: RouterFacts | None, *, alive: bool, answers: bool, digest: str) -> AdoptionChoice:
+    """Choose from what is recorded, whether that process runs, whether it answers with our secret, and our settings' digest."""
+    if recorded is None or not alive:
+        return AdoptionChoice.START
+    if not answers:
+        return AdoptionChoice.KILL
+    return AdoptionChoice.ADOPT if recorded.settings_digest == digest else AdoptionChoice.REPLACE
+
+
+def at_recorded(router: RouterConfig, recorded: RouterFacts) -> RouterConfig:
+    """Return the settings with the recorded ports where any free port was asked for, so that clients find what they know.
+
+    The workers that run dial the recorded address of the link, so another one is refused. Raises `ConfigError`.
+    """
+    if not recorded.link:  # it never became ready, so nobody knows its addresses
+        return router
+    known = {name: getattr(recorded, name).rpartition(":") for name in NAMES}
+    ports = {name: port or int(known[name][2]) for name, port in ports_of(router).items()}
+    made = at_ports(router, ports)
+    link = f"{made.advertise_host or hosts_of(made)['link']}:{made.link_port}"
+    if link != recorded.link:
+        raise ConfigError(
+            f"router.link_port: the workers of this cluster dial {recorded.link}, and these settings give {link}; keep the "
+            "address, or stop the cluster first with `pdserve down`"
+        )
+    return made
+
+
+# The question whether the router still answers, asked in a thread of its own, so that no wait for it holds up anything else.
+#
+# Any answer counts, a refusal too. Clients can fill the port of clients, and operators that of administration, so a router is
+# silent only if neither answers. A refused connection is no silence: a router that stops has closed its ports and still serves
+# its streams.
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+class RouterProbe:
+    """The probes of one router's life. `start` begins them, `end` ends them."""
+
+    def __init__(self, http: str, admin: str, cluster_token: str) -> None:
+        """`http` and `admin` are addresses (host:port) that this machine can dial."""
+        self._http, self._admin, self._token = http, admin, cluster_token
+        self._silence = RouterSilence()
+        self._asked_s: float | None = None  # since when an answer is waited for
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._probe, name="router-probe", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def silent(self) -> bool:
+        """Tell whether the router counts as one that hangs."""
+        return self._silence.lasts
+
+    @property
+    def doubtful(self) -> bool:
+        """Tell whether the last probe was not answered, or one waits now for longer than an answer takes. Whoever would wait
+        for the router in another thread does it later."""
+        asked_s = self._asked_s
+        return self._silence.count > 0 or (asked_s is not None and time.monotonic() - asked_s > ASK_ADMIN_S / 4)
+
+    def end(self) -> None:
+        """End the probes, without waiting for the last one, which ends within its limit. Idempotent."""
+        self._over.set()
+
+    def _probe(self) -> None:
+        with AdminClient(self._admin, self._token) as client:
+            while not self._over.wait(PROBE_S if not self._silence.count else 0.0):
+                begun = self._asked_s = time.monotonic()
+                answered = answers(self._http) or answers_admin(client)
+                self._asked_s = None
+                if answered is not None:
+                    self._silence.note(answered=answered, took_s=time.monotonic() - begun)
+                else:
+                    self._over.wait(PROBE_S)
+
+
+def answers(http: str, wait_s: float = ASK_CLIENTS_S) -> bool:
+    """Tell whether anything comes from the port of clients."""
+    host, _, port = http.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), wait_s) as connection:
+            connection.settimeout(wait_s)
+            connection.sendall(REQUEST)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def answers_admin(client: AdminClient, wait_s: float = ASK_ADMIN_S) -> bool | None:
+    """Tell whether the port of administration answers, an error of the router's included. None: it is closed."""
+    try:
+        client.cluster_state(wait_s)
+    except CallFailed as exc:
+        if exc.reason is None and exc.status is grpc.StatusCode.UNAVAILABLE:
+            return None if _refused(client.address) else False
+        return exc.reason is not None or exc.status is not grpc.StatusCode.DEADLINE_EXCEEDED
+    return True
+
+
+def _refused(address: str) -> bool:
+    """Tell whether nobody listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ASK_ADMIN_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False

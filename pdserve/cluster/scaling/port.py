@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 
@@ -47,24 +47,8 @@ class Poll:
     new_router: bool
 
 
-class Port(Protocol):
-    """The router as the actuator uses it."""
-
-    def poll(self, report: scaling_pb2.ScalingReport) -> Poll | None:
-        """Report, and ask for the state and the last order. None: the router does not answer now. Raises `Replaced`."""
-
-    def drain(self, worker_id: str, incarnation: int) -> None:
-        """Let a worker begin to drain. Raises `PlanRefused` and `Unanswered`."""
-
-    def flip(self, worker_id: str, incarnation: int, role: Role) -> None:
-        """Let a worker begin to change its role. Raises `PlanRefused` and `Unanswered`."""
-
-    def close(self) -> None:
-        """End the connection."""
-
-
 class RouterPort:
-    """Implements `Port` over gRPC. It connects again by itself."""
+    """The router as the actuator uses it, over gRPC. It connects again by itself."""
 
     def __init__(self, address: str, cluster_token: str, actuator: str) -> None:
         """`actuator` names this process for operators."""
@@ -74,7 +58,7 @@ class RouterPort:
         self._term = 0
 
     def poll(self, report: scaling_pb2.ScalingReport) -> Poll | None:
-        """Implements `Port.poll`."""
+        """Report, and ask for the state and the last order. None: the router does not answer now. Raises `Replaced`."""
         try:
             state = self._client.cluster_state(CALL_TIMEOUT_S)
             new_router = not self._term or state.router_incarnation != self._router
@@ -88,18 +72,18 @@ class RouterPort:
         return Poll(state, _order(answer) if answer.HasField("order") else None, new_router)
 
     def drain(self, worker_id: str, incarnation: int) -> None:
-        """Implements `Port.drain`."""
+        """Let a worker begin to drain. Raises `PlanRefused` and `Unanswered`."""
         fence = {"incarnation": incarnation, "term": self._term}
         # The sizes that were asked for say how many workers stay, so nothing is left to be confirmed.
         _begun(self._client.drain(worker_id, force=True, timeout_s=CALL_TIMEOUT_S, **fence))
 
     def flip(self, worker_id: str, incarnation: int, role: Role) -> None:
-        """Implements `Port.flip`."""
+        """Let a worker begin to change its role. Raises `PlanRefused` and `Unanswered`."""
         fence = {"incarnation": incarnation, "term": self._term}
         _begun(self._client.flip(worker_id, ROLES[role], timeout_s=CALL_TIMEOUT_S, **fence))
 
     def close(self) -> None:
-        """Implements `Port.close`."""
+        """End the connection."""
         self._client.close()
 
     def _check_replaced(self, exc: CallFailed) -> None:

@@ -9,10 +9,12 @@ from typing import Final
 from pdserve.cluster.events import WorkerChanged
 from pdserve.cluster.scaling.wanted import WantedSizes
 from pdserve.core.worker import Role
+from pdserve.planner.observe import ClusterReading, WorkerReading
 from pdserve.planner.planner import Plan, PoolNeed
 from pdserve.planner.reasons import setting_of
 from pdserve.planner.resizing import Phase, PoolMember
-from pdserve.rpc.v1 import common_pb2, scaling_pb2
+from pdserve.rpc.codec import demand_from_wire, hello_from_wire, load_from_wire
+from pdserve.rpc.v1 import common_pb2, inference_pb2, scaling_pb2
 
 ROLES: Final = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 EVENTS: Final = 16  # of one report; the rest follows with the next one. All parts together stay under the port's 64 KiB
@@ -100,3 +102,20 @@ def _clean(text: str, most_chars: int) -> str:
     """Return the text as printable ASCII, so that its bytes are as bounded as its characters."""
     plain = "".join(char if char.isprintable() else " " for char in text).encode("ascii", "replace").decode()
     return plain if len(plain) <= most_chars else plain[: most_chars - 3] + "..."
+
+
+# The answer of `GetClusterState` becomes a reading that the planner's observations are built from.
+
+
+def reading_of(state: inference_pb2.GetClusterStateResponse, *, at_s: float) -> ClusterReading:
+    """Return the reading of a state that was told at `at_s`, a time on the reader's clock."""
+    return ClusterReading(
+        at_s=at_s,
+        router_incarnation=state.router_incarnation,
+        queued_requests=state.queued_requests,
+        demand=demand_from_wire(state.demand),
+        workers=tuple(
+            WorkerReading(hello_from_wire(one.hello), load_from_wire(one.load), one.ready, one.draining)
+            for one in state.workers
+        ),
+    )

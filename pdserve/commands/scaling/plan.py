@@ -89,8 +89,7 @@ def _show(console: Console, made: scaling_pb2.ScalingPlan, present: dict[str, An
 def _planned(client: AdminClient, config: ClusterConfig, seconds: float) -> scaling_pb2.ScalingPlan:
     """Plan once from what happens in the next `seconds`, and from the rates since the workers' start. Nothing is changed."""
     from pdserve.cluster.scaling.limits import limits_of, planner_settings, targets_of
-    from pdserve.cluster.scaling.reading import reading_of
-    from pdserve.cluster.scaling.report import plan_to_wire
+    from pdserve.cluster.scaling.report import plan_to_wire, reading_of
     from pdserve.planner.observe import observe, since_start
     from pdserve.planner.planner import planned_once
 

@@ -27,7 +27,7 @@ CHILD = """
 import os, sys, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from pdserve.cluster.driver.messages import DriverAnswer, Joined
+from pdserve.cluster.driver.driver import DriverAnswer, Joined
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.events import WorkerChanged, WorkerPhase
 from pdserve.cluster.member import Member, MemberState

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cluster.gpus.assign import assigned, gpus_of, workers_of_a_gpu
-from pdserve.cluster.gpus.present import gpus_here
+from pdserve.cluster.gpus import assigned, gpus_here, gpus_of, workers_of_a_gpu
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan, flip_obstacle, plan_workers
 from pdserve.config import ClusterConfig, EngineConfig, PoolConfig

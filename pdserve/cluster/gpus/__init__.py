@@ -1,1 +1,0 @@
-"""The assignment of GPUs, or of shares of one, to workers."""
