@@ -123,7 +123,7 @@ class ChildProcess:
         return message
 
     def wait(self, timeout_s: float) -> bytes:
-        """Return the answer. Raises `TimeoutError` and `ChildEnded`, and then the child must be closed."""
+        """Return the answer. Raises `TimeoutError`, after which the answer may still come, and `ChildEnded`."""
         end_s = time.monotonic() + timeout_s
         while (answer := self.answer(REAP_S)) is None:
             poll = select.poll()
@@ -142,6 +142,13 @@ class ChildProcess:
         if self._popen.returncode is None:  # so the kernel gives its number to nobody else
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def finish(self, wait_s: float) -> None:
+        """Let the child end by itself, since no more questions come, for at most `wait_s`, and close it."""
+        self._questions.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(wait_s)
+        self.close()
 
     def close(self, wait_s: float = REAP_S) -> bool:
         """Kill the child, wait for its end and take its status. Return False if it is not gone after `wait_s`. Idempotent."""

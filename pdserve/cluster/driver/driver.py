@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import subprocess
+import pickle
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +25,7 @@ from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.config import ClusterConfig
-from pdserve.killable_child import environment
+from pdserve.killable_child import ChildEnded, ChildProcess
 from pdserve.observe.log_files import open_log
 
 # The messages between `pdserve up` and its Ray driver. Each request has one answer, in order.
@@ -74,6 +72,7 @@ ANSWER_TIMEOUT_S: Final = 60.0
 PROMPT_S: Final = 1.0
 """An answer that takes longer is not waited for: the supervision of the router goes on meanwhile."""
 CLOSE_TIMEOUT_S: Final = 20.0
+MOST_BYTES: Final = 256 << 20  # of an answer: a worker takes a few kB in it, and a pool has at most some thousands
 LOOK_S: Final = 0.1
 
 
@@ -85,8 +84,7 @@ class RayDriver:
         self._begin = Begin(config, str(private), name)
         self._log = log
         self._listener = listener
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._child: ChildProcess | None = None
         self._asked_s: float | None = None  # the time of the request that has no answer yet
         self._joined: Joined | None = None
         self._members: tuple[Member, ...] = ()
@@ -97,25 +95,13 @@ class RayDriver:
 
     def begin(self) -> None:
         """Start a child without waiting for it. Raises `ClusterError` when no process can be started."""
-        ours, its = Pipe()
         try:
             with open_log(self._log) as log:
-                self._child = subprocess.Popen(
-                    [*COMMAND, str(its.fileno()), str(self._log)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(its.fileno(),),
-                    start_new_session=True,
-                    env=environment(),
-                )
+                self._child = ChildProcess([*COMMAND, str(self._log)], MOST_BYTES, stderr=log)
         except OSError as exc:
-            ours.close()
             raise ClusterError(f"cannot run the process that speaks with Ray: {exc.strerror}") from exc
-        finally:
-            its.close()
-        self._connection, self._joined, self._launched = ours, None, False
-        with contextlib.suppress(OSError):  # it has ended already, as the next look finds
+        self._joined, self._launched = None, False
+        with contextlib.suppress(ChildEnded):  # it has ended already, as the next look finds
             self._send(self._begin)
 
     def wait_joined(self, stop: threading.Event) -> None:
@@ -128,7 +114,7 @@ class RayDriver:
                 raise ClusterError(f"Ray was not there after {JOIN_TIMEOUT_S:.0f} s; see {self._log}")
             try:
                 said = self._receive(LOOK_S)
-            except (EOFError, OSError) as exc:
+            except ChildEnded as exc:
                 if stop.is_set():  # the signal may have ended it as well
                     raise Interrupted from exc
                 raise ClusterError(f"the process that speaks with Ray has ended; see {self._log}") from exc
@@ -176,8 +162,8 @@ class RayDriver:
         self._members = tuple(Member(plan) for plan in plans)
         try:
             self._launch()
-        except OSError as exc:
-            self._lose(str(exc))
+        except ChildEnded as exc:
+            self._lose_ended(exc)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Look once at what has happened to workers, and tell the listener. A lost child is replaced meanwhile.
@@ -196,7 +182,9 @@ class RayDriver:
                 if self._asked_s is None:
                     self._send(Request("check", (wait_s,)))
                 self._take(wait_s + PROMPT_S)
-        except (EOFError, OSError, ClusterError) as exc:
+        except ChildEnded as exc:
+            self._lose_ended(exc)
+        except ClusterError as exc:
             self._lose(str(exc))
         limit_s = ANSWER_TIMEOUT_S if self._launched else JOIN_TIMEOUT_S
         if self._asked_s is not None and time.monotonic() - self._asked_s > limit_s:
@@ -232,16 +220,9 @@ class RayDriver:
 
     def close(self) -> None:
         """Leave Ray, and end a private Ray. Idempotent."""
-        child, connection = self._child, self._connection
-        self._child = self._connection = None
-        if child is None or connection is None:
-            return
-        with connection, contextlib.suppress(OSError):
-            connection.send(Request("close"))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(CLOSE_TIMEOUT_S)
-        child.kill()
-        child.wait()
+        child, self._child = self._child, None
+        if child is not None:
+            child.finish(CLOSE_TIMEOUT_S)
 
     def kill(self) -> None:
         """End the child at once, without waiting. A private Ray ends with it."""
@@ -269,15 +250,15 @@ class RayDriver:
 
     def _call(self, method: str, *arguments: object) -> None:
         """Make one request and wait for its answer; a request that has none yet comes first."""
-        if self._connection is None or not self._launched:
+        if self._child is None or not self._launched:
             return
         try:
             if self._asked_s is not None:
                 self._take(ANSWER_TIMEOUT_S)
             self._send(Request(method, arguments))
             self._take(ANSWER_TIMEOUT_S)
-        except (EOFError, OSError) as exc:
-            self._lose(str(exc))
+        except ChildEnded as exc:
+            self._lose_ended(exc)
         if self._asked_s is not None:
             self._lose(f"no answer for {ANSWER_TIMEOUT_S:.0f} s")
 
@@ -288,32 +269,34 @@ class RayDriver:
             for event in answer.events:
                 self._listener(event)
 
-    def _send(self, message: object) -> None:
-        assert self._connection is not None
+    def _send(self, message: Begin | Request) -> None:
+        assert self._child is not None
         self._asked_s = time.monotonic()
-        self._connection.send(message)
+        self._child.send(pickle.dumps(message))
 
     def _receive(self, wait_s: float) -> Any:
-        """Return the next message; None: none came within `wait_s`. Raises `EOFError` or OSError for a lost child."""
-        assert self._connection is not None
-        if not self._connection.poll(wait_s):
+        """Return the next message; None: none came within `wait_s`. Raises `ChildEnded` for a lost child."""
+        assert self._child is not None
+        end_s = time.monotonic() + wait_s
+        try:
+            while not (said := self._child.wait(max(0.0, end_s - time.monotonic()))):
+                pass  # the empty greeting
+        except TimeoutError:
             return None
-        message = self._connection.recv()
         self._asked_s = None
-        return message
+        return pickle.loads(said)  # noqa: S301 - our own child wrote it
+
+    def _lose_ended(self, ended: ChildEnded) -> None:
+        self._lose(f"its process ended ({ended.how}), see {self._log}")
 
     def _lose(self, why: str) -> None:
         """Give the child up, and plan the next one."""
-        child, connection = self._child, self._connection
-        self._child = self._connection = self._asked_s = None
-        self._launched = False
-        if connection is not None:
-            connection.close()
+        child, self._child = self._child, None
+        self._asked_s, self._launched = None, False
         if child is not None:
-            child.kill()
-            child.wait()
+            child.close()
         delay_s = self._backoff.next_delay_s(time.monotonic()) or self._backoff.longest_s
         self._again_s = time.monotonic() + delay_s
         if not self._lost:
             self._lost = True
-            self._listener(RayLost(why or f"its process ended, see {self._log}"))
+            self._listener(RayLost(why))

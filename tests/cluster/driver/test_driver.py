@@ -24,28 +24,24 @@ from pdserve.config import ClusterConfig
 pytestmark = pytest.mark.slow
 BOUND_S = 60.0
 CHILD = """
-import os, sys, time
-from multiprocessing.connection import Connection
+import os, pickle, sys, time
 from pathlib import Path
-from pdserve.cluster.driver.driver import DriverAnswer, Joined
+from pdserve.cluster.driver.driver import Begin, DriverAnswer, Joined
 from pdserve.cluster.errors import ClusterError
 from pdserve.cluster.events import WorkerChanged, WorkerPhase
 from pdserve.cluster.member import Member, MemberState
+from pdserve.killable_child import open_channel
 folder = Path(sys.argv[1])
-connection = Connection(int(sys.argv[2]))
-connection.recv()
-if (folder / "refuses").exists():
-    connection.send(ClusterError("cannot start Ray: no room"))
-    sys.exit()
-connection.send(Joined("10.0.0.7", ()))
 members, events = [], []
-while True:
-    request = connection.recv()
+def answer(message):
+    global members, events
+    request = pickle.loads(message)
+    if isinstance(request, Begin):
+        refuses = (folder / "refuses").exists()
+        return pickle.dumps(ClusterError("cannot start Ray: no room") if refuses else Joined("10.0.0.7", ()))
     count = [len(request.arguments[0])] if request.method == "launch" else []
     with (folder / "asked").open("a") as asked:
         print(os.getpid(), request.method, *count, file=asked)
-    if request.method == "close":
-        sys.exit()
     if request.method == "launch":
         members = [Member(each, state=MemberState.RUNNING, host="10.0.0.9") for each in request.arguments[0]]
         hosts = [each.host for each in request.arguments[0]]
@@ -54,8 +50,9 @@ while True:
         members[-1].state = MemberState.GONE
     while (folder / "hangs").exists():
         time.sleep(0.01)
-    connection.send(DriverAnswer(tuple(events), tuple(members)))
-    events = []
+    told, events = events, []
+    return pickle.dumps(DriverAnswer(tuple(told), tuple(members)))
+open_channel("driver of a test").serve(answer)
 """
 
 
@@ -193,8 +190,7 @@ def test_a_child_that_ends_before_it_has_the_pool_is_replaced(tmp_path: Path, mo
     made.ray.wait_joined(threading.Event())
     child = made.ray._child
     assert child is not None
-    child.kill()
-    child.wait()
+    os.kill(child.pid, 9)
     made.ray.launch(made.plans)
     made.check_until(lambda: made.ray.answers)
     assert made.saw(RayBack)
