@@ -92,11 +92,11 @@ class EngineConfig:
     device: Device = "auto"
     # A request may have at most so many tokens, prompt and output together. None takes the limit of the model.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    # A worker runs at most so many sequences at a time.
+    # A worker runs at most so many sequences at a time. Lower it where tokens come too slowly, raise it where slots run out.
     max_num_seqs: PositiveInt = 64
     # A step computes at most so many tokens, so longer prompts are cut into chunks. None is 512 on a CPU and 8192 on a GPU.
     max_num_batched_tokens: PositiveInt | None = None
-    # A KV block holds so many tokens.
+    # A KV block holds so many tokens. Larger ones are fewer to hand over, smaller ones share more of like prompts.
     block_size: PositiveInt = 16
     # KV is stored in this dtype. "auto" takes `dtype`. fp8_e4m3 and int8 hold twice as many tokens as bf16 in the
     # same memory, and int4 four times as many, at lower quality. "fp8" is fp8_e4m3.
@@ -106,7 +106,7 @@ class EngineConfig:
     kv_cache_memory: Bytes | None = None
     # A worker uses this share of its GPU's memory. KV gets what weights and the largest step leave of the share.
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    # Prompts that begin alike share their KV, on prefill workers and on decode workers.
+    # Prompts that begin alike share their KV, on prefill workers and on decode workers. False is for measurements.
     enable_prefix_caching: bool = True
     # True makes the output of a request independent of the others in its batch, bit for bit. None does so where it costs
     # nothing, which is in compiled steps.
@@ -234,23 +234,27 @@ class RouterConfig(RouterConstants):
     max_client_priority: Annotated[int, Meta(ge=0, le=100)] = 0
     # A request may ask to be computed on its decode worker if its prompt has at most so many tokens. None sets no limit.
     max_client_colocated_tokens: NonNegativeInt | None = 2048
-    # The router refuses further requests while so many wait. None follows the workers.
+    # The router refuses further requests while so many wait. None follows the workers; lower it to refuse rather than let wait.
     max_queued_requests: PositiveInt | None = None
     # The index of who holds which prefixes may take so many bytes, and then forgets the oldest. 0: no index. None follows the
     # workers; the log says when more would help.
     prefix_index_bytes: NonNegativeBytes | None = None
-    # A request that names no deadline gets the default. No request gets more than the maximum.
+    # A request that names no deadline gets the default. No request gets more than the maximum. Raise both for longer answers.
     default_deadline_s: PositiveFloat = 600.0
     max_deadline_s: PositiveFloat = 3600.0
-    # One HTTP body may have so many bytes.
+    # One HTTP body may have so many bytes. Raise it for prompts of more text.
     max_body_bytes: Bytes = 8 * MIB
     # All answers that are gathered whole may have so many bytes together, and so may all tokens that clients are slow to take.
+    # Raise it where clients are refused for it and the router has the memory.
     max_inflight_answer_bytes: Bytes = 256 * MIB
-    # Each port for clients accepts so many connections, if RLIMIT_NOFILE allows. None follows the workers' sequences.
+    # Each port for clients accepts so many connections, if RLIMIT_NOFILE allows. None follows the workers' sequences; set it
+    # where clients keep more connections than they use.
     max_connections: Annotated[int, Meta(ge=16)] | None = None
-    # After SIGTERM the router refuses new requests, and streams may go on for so long.
+    # After SIGTERM the router refuses new requests, and streams may go on for so long: as long as your answers take, and less
+    # than what stops the router waits for its end.
     drain_s: NonNegativeFloat = 30.0
     # A worker that the router does not hear for so long is lost. A worker counts its router as lost after the same time.
+    # Raise it where machines or networks stand still for longer.
     heartbeat_lost_s: PositiveFloat = 5.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
@@ -329,7 +333,7 @@ class AutoscalingConfig:
 
     # True lets the planner decide the sizes. Otherwise they stay as configured, until `pdserve scale` changes them.
     enabled: bool = False
-    # The planner decides this often, from what happened in between.
+    # The planner decides this often, from what happened in between. Less suits loads that change within seconds.
     interval_s: PositiveFloat = 10.0
     # The pools are sized for the targets of this class of requests. None takes `router.default_class`.
     slo_class: str | None = None
