@@ -40,7 +40,7 @@ SEAMS: Final = {
     "GpuContext": "what fulfils it loads CUDA's driver",
 }
 """Protocols with one class here, each with the reason why it stays."""
-MOST_LONE_PROTOCOLS: Final = 17
+MOST_LONE_PROTOCOLS: Final = 9
 MOST_PAST_DOORS: Final = 5  # of benchmarks and simulators
 MOST_WITHOUT_DOOR: Final = 22
 
