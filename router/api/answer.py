@@ -79,11 +79,6 @@ class Generation(Protocol):
         """Cancel at once what is still running: the client is gone. Idempotent; never blocks."""
 
 
-def unfinished(generation: Generation) -> InternalBug:
-    """Return the error of a generation whose deltas ended without a finish reason."""
-    return InternalBug(f"request {generation.request_id} ended without a finish reason")
-
-
 def unexpected() -> InternalBug:
     """Return what a client is told of an exception that nobody expected. The log has its traceback."""
     return InternalBug("internal error; the router's log has the details")

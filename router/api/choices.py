@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, RealRange, limit_of
-from pdserve.core.sampling import GREEDY_BELOW, SEED_LIMIT, SamplingParams
+from pdserve.core.sampling import GREEDY_BELOW, SamplingParams
 from pdserve.core.structured.constraint import FIELD
-from router.api.answer import Generation
-from router.api.identity import draw_seed, new_request_id
+from router.api.identity import new_request_id
 from router.api.request import ChatPrompt, GenerateInput
-from router.api.router_api import RouterApi
 
 MAX_CHOICES: Final = IntRange(1, 128)
 """The limit for one prompt is OpenAI's. Each choice is a request of its own in the router's bounded queue."""
@@ -99,33 +97,6 @@ _NEUTRAL: Final[dict[str, Any]] = {one.name: one.default for one in fields(Sampl
 def choice_ids(first: str, count: int) -> tuple[str, ...]:
     """Return the request ids of the choices of one prompt, of which the first one is given."""
     return (first, *(f"{first}-{i}" for i in range(1, count)))
-
-
-async def submit_choices(
-    api: RouterApi, request: GenerateInput, ids: Sequence[str], generations: list[Generation], *, ranked: bool = False
-) -> None:
-    """Submit one request for each id, and append its generation to `generations`, which the caller closes whatever happens.
-
-    The first one leads: the others wait for its KV instead of computing the prompt again. Choice i has the seed of the
-    request plus i; without one, a seed is drawn for the prompt. `ranked` asks for the log-probabilities that `scores` needs.
-    Raises what `RouterApi.submit` raises.
-    """
-    sampling = dict(request.sampling)
-    if ranked:
-        sampling.setdefault("logprobs", 0)
-    if len(ids) > 1:
-        sampling.setdefault("seed", draw_seed())
-    base = sampling.get("seed")
-    prompt = request.prompt
-    for i, request_id in enumerate(ids):
-        if base is not None:
-            sampling["seed"] = (base + i) % SEED_LIMIT
-        leader = ids[0] if i else ""
-        one = replace(request, prompt=prompt, sampling=dict(sampling), request_id=request_id, leader=leader)
-        generation = await api.submit(one)
-        generations.append(generation)
-        if isinstance(prompt, str):
-            prompt = generation.prompt_ids  # it is not encoded again for each choice; a chat says more than its ids
 
 
 def first_id(request: GenerateInput) -> str:

@@ -7,9 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.core.errors import InternalBug
 from pdserve.core.report import Report
-from router.api.answer import Generation
 
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -29,11 +27,3 @@ def timeline(report: Report) -> bytes:
         if line.isascii():
             return line
     return json.dumps(values, separators=(",", ":")).encode()
-
-
-def report_of(generation: Generation) -> Report | None:
-    """Return the report of a generation. None: it still runs, so what failed is not the request itself."""
-    try:
-        return generation.report
-    except InternalBug:
-        return None

@@ -15,11 +15,13 @@ from typing import Any, Final
 from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InternalBug, InvalidRequest, Overloaded
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
+from router.api.answer import Delta
 from router.api.choices import Choices, check_beams
+from router.api.identity import new_request_id
 from router.api.request import GenerateInput, Prompt, is_chat
 from router.api.router_api import RouterApi
 from router.choices.beams import BeamSearch, Candidates
-from router.choices.together import together
+from router.choices.deliver import Delivery, together
 
 LEAST_WAIT_S: Final = 0.05
 """A step that the router refuses because of its load waits at least so long before it is tried again."""
@@ -114,13 +116,30 @@ class _Steps:
         left_s = self._ends_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             raise DeadlineExceeded("the beam search was not done by its deadline")
-        generation = await self._api.submit(replace(self._request, prompt=prompt, deadline_s=left_s))
-        told: list[TokenLogprobs] = []
-        try:
-            async for delta in generation:
-                told += delta.logprobs
-        finally:
-            generation.close()
-        if len(told) != 1:
-            raise InternalBug(f"request {generation.request_id} ended with {len(told)} tokens' log-probabilities, not one's")
-        return generation.prompt_ids, told[0].top
+        scores = _Scores()
+        with Delivery(self._api, ends_stalled_writes=False) as delivery:
+            one = replace(self._request, prompt=prompt, deadline_s=left_s)
+            await delivery.submit(one, (new_request_id(),))
+            await delivery.run([scores])
+            (generation,) = delivery.generations
+        if len(scores.told) != 1:
+            count = len(scores.told)
+            raise InternalBug(f"request {generation.request_id} ended with {count} tokens' log-probabilities, not one's")
+        return generation.prompt_ids, scores.told[0].top
+
+
+class _Scores:
+    """Implements `Sink`: it keeps the log-probabilities alone."""
+
+    is_quick = False
+
+    def __init__(self) -> None:
+        self.told: list[TokenLogprobs] = []
+
+    async def take(self, delta: Delta) -> None:
+        """Implements `Sink.take`."""
+        self.told += delta.logprobs
+
+    def take_now(self, delta: Delta) -> bool:
+        """Implements `Sink.take_now`."""
+        return False

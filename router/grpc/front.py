@@ -12,19 +12,16 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.ids import RequestId
+from pdserve.core.report import Report
 from pdserve.rpc import status
 from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
-from router.api.answer import Generation
 from router.api.identity import Claim
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.api.timeline import report_of, timeline
-from router.grpc.batch import run_batch
-from router.grpc.choices import Running, running_of
+from router.api.timeline import timeline
+from router.grpc.answer import RunningRequest, Writer, run_batch
 from router.grpc.malformed import LargeMessage, MalformedGuard
-from router.grpc.responses import response
-from router.grpc.writer import Writer
 from router.openai.ignored import Ignored
 from router.parsing.body_budget import BodyBudget
 from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
@@ -42,50 +39,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._router = router
         self._parser = parser
         self._budget = BodyBudget(router.max_inflight_body_bytes)
-        self._running: dict[str, Running] = {}  # the calls with several choices, by the id that cancels them
+        self._running: dict[str, RunningRequest] = {}  # by the id that cancels them
 
     async def Generate(self, request: inference_pb2.GenerateRequest | LargeMessage, context: Any) -> None:
-        """Run one request and stream its tokens. gRPC cancels this task when the client leaves; closing the generation then
-        cancels the request at once."""
+        """Run one request and stream its tokens. gRPC cancels this task when the client leaves; the end of the task then
+        cancels the request at once.
+
+        The report of a request stands in the trailing metadata. Those of several choices are in their last messages, since
+        metadata has no room for so many; an error has that of the choice that failed.
+        """
+        running = None
         try:
             client = self._client(context)
             call = (await self._asked(request, client, context.time_remaining())).of_client(client)
-            if not call.choices.plain:
-                await self._several(call, context)
-                return
-            generation = await self._router.submit(call.input)
-        except PdserveError as exc:
-            await status.abort(context, exc)
-            raise
-
-        try:
-            request_id = RequestId(generation.request_id)
-            await context.send_initial_metadata(self._initial_metadata(request_id, call.input))
-            await self._stream(generation, context)
-        except PdserveError as exc:
-            report = report_of(generation)
-            told = ((status.TIMELINE_METADATA, timeline(report).decode()),) if report else ()
-            await status.abort(context, exc, *told)
-        finally:
-            generation.close()
-
-    async def _several(self, call: GenerateCall, context: Any) -> None:
-        """Run a request with several choices. Their reports are in their last messages: metadata has no room for so many. An
-        error has that of the choice that failed."""
-        running = running_of(self._router, call)
-        try:
+            running = RunningRequest(self._router, call)
             await running.start()
             self._running[running.request_id] = running
-            own = self._initial_metadata(RequestId(running.request_id), call.input)
-            await context.send_initial_metadata(own)
-            with closing(Writer(context)) as writer:
-                await running.run(writer.write)
+            await context.send_initial_metadata(self._initial_metadata(RequestId(running.request_id), call.input))
+            if call.choices.plain:
+                await running.run(context.write, lambda report: context.set_trailing_metadata(_trailing(report)))
+            else:
+                with closing(Writer(context)) as writer:
+                    await running.run(writer.write)
         except PdserveError as exc:
-            told = ((status.TIMELINE_METADATA, timeline(running.report).decode()),) if running.report else ()
-            await status.abort(context, exc, *told)
+            report = None if running is None else running.delivery.failure_report
+            await status.abort(context, exc, *_trailing(report))
         finally:
-            self._running.pop(running.request_id, None)
-            running.close()
+            if running is not None:
+                self._running.pop(running.request_id, None)
+                running.close()
 
     async def GenerateBatch(self, request: inference_pb2.GenerateBatchRequest | LargeMessage, context: Any) -> None:
         """Run several requests in one call."""
@@ -144,22 +126,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             own.append((status.CORRELATION_ID_METADATA, correlation_id))
         return tuple(own)
 
-    async def _stream(self, generation: Generation, context: Any) -> None:
-        """Write all deltas. For a client that stopped reading, the waiting write is cancelled and `Cancelled` is raised."""
-        task = asyncio.current_task()
-        assert task is not None
-        generation.on_stalled(task.cancel)
-        try:
-            async for delta in generation:
-                if delta.finish_reason is not None:
-                    context.set_trailing_metadata(((status.TIMELINE_METADATA, timeline(generation.report).decode()),))
-                await context.write(response(generation, delta))
-        except asyncio.CancelledError:
-            if generation.dropped is None:
-                raise
-            task.uncancel()  # the router itself cancelled it; a bare cancel would leave the call open for ever
-            raise generation.dropped from None
-
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
         if not request.cancel_token:
             missing = f"is missing: the initial metadata of Generate has it as {status.CANCEL_TOKEN_METADATA}"
@@ -167,8 +133,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         claim = self._router.cancel_tokens.check(RequestId(request.request_id), request.cancel_token)
         if claim is not Claim.VALID:
             return inference_pb2.CancelResponse(found=False, not_here=claim is Claim.NOT_HERE)
-        several = self._running.get(request.request_id)
-        found = self._router.cancel(request.request_id) if several is None else several.cancel()
+        running = self._running.get(request.request_id)
+        found = self._router.cancel(request.request_id) if running is None else running.cancel()
         return inference_pb2.CancelResponse(found=found)
 
     async def Tokenize(
@@ -207,6 +173,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelInfoRequest, context: Any
     ) -> inference_pb2.GetModelInfoResponse:
         return inference_pb2.GetModelInfoResponse(**dataclasses.asdict(self._router.model_info()))
+
+
+def _trailing(report: Report | None) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata that a report makes."""
+    return () if report is None else ((status.TIMELINE_METADATA, timeline(report).decode()),)
 
 
 class GrpcFront:

@@ -20,7 +20,7 @@ from pdserve.core.errors import PdserveError, UnknownModel
 from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.router_api import RouterApi
-from router.http.answer import answer
+from router.http.answer import answer, respond
 from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
 from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
@@ -28,7 +28,6 @@ from router.http.exchange import Exchange, exchange_of
 from router.http.metrics import metrics_route
 from router.http.refusal import Refusal, shortened
 from router.http.reply import Reply
-from router.http.responses import respond
 from router.http.running_calls import RunningCalls
 from router.http.server import HttpServer, start_server
 from router.http.tokenization import Tokenization
