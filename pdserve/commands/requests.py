@@ -12,6 +12,8 @@ import click
 from pdserve.commands.settings import PLACEMENTS, UINT32, Whole
 from pdserve.config import ADMIN_PORT
 from pdserve.core.errors import InvalidRequest
+from pdserve.core.limits import IntRange, RealRange, field_types, limits_of, meanings_of
+from pdserve.core.sampling import Placement, SamplingParams
 
 if TYPE_CHECKING:
     from pdserve.rpc.v1 import inference_pb2
@@ -23,18 +25,21 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_ADMIN_ADDRESS: Final = f"127.0.0.1:{ADMIN_PORT}"
 SHOWN_CHARS: Final = 20  # of text that is refused
 BIAS_HELP: Final = "Add BIAS (-100 to 100) to the logit of the token ID; may be repeated."
-SCALARS: Final[tuple[tuple[str, Any, str], ...]] = (
-    ("max_tokens", UINT32, "Generate at most this number of tokens (default: as many as fit)."),
-    ("temperature", float, "Randomness of the tokens; 0 always takes the likeliest (default 1)."),
-    ("top_k", UINT32, "Choose among the k likeliest tokens; 0 chooses among all."),
-    ("top_p", float, "Choose among the likeliest tokens whose probabilities add up to this."),
-    ("min_p", float, "Choose among tokens whose probability is at least this share of the likeliest token's."),
-    ("seed", Whole(64), "The same seed gives the same tokens (default: a random seed)."),
-    ("min_tokens", UINT32, "Do not stop before this number of tokens."),
-    ("presence_penalty", float, "Make tokens that are in the output less likely (-2 to 2)."),
-    ("frequency_penalty", float, "Make a token less likely for each time it is in the output (-2 to 2)."),
-    ("repetition_penalty", float, "Make tokens of prompt and output less likely (up to 2); 1 turns it off."),
-)
+
+
+def _scalar_options() -> list[Callable[[Command], Command]]:
+    """Return the option of each sampling parameter that is one number, as `SamplingParams` declares it."""
+    meanings, limits = meanings_of(SamplingParams), limits_of(SamplingParams)
+    options = []
+    for name, kind in field_types(SamplingParams).items():
+        if kind in (int, float):
+            wide = kind is int and any(isinstance(one, IntRange) and one.high >> 32 for one in limits.get(name, ()))
+            number = float if kind is float else Whole(64) if wide else UINT32
+            within = "".join(
+                [f" From {one.low:g} to {one.high:g}." for one in limits.get(name, ()) if isinstance(one, RealRange)]
+            )
+            options.append(click.option(f"--{name.replace('_', '-')}", name, type=number, help=meanings[name] + within))
+    return options
 
 
 def _biases(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
@@ -74,7 +79,7 @@ def request_options(command: Command) -> Command:
     """Add one option for each field of a request but the prompt. The command gets keyword arguments of the same names."""
     placement = click.option("--placement", type=PLACEMENTS, help="Where the prompt is computed (default: the cluster's).")
     decorators = [
-        *(click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text) for name, kind, text in SCALARS),
+        *_scalar_options(),
         click.option("--stop", multiple=True, help="End the text before this string; may be repeated."),
         click.option("--stop-token-ids", multiple=True, type=UINT32, help="Stop at this token id; may be repeated."),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases, help=BIAS_HELP),
@@ -138,7 +143,6 @@ def build(
 
     Flags that were not given stay unset, so the server's defaults hold.
     """
-    from pdserve.core.sampling import Placement
     from pdserve.rpc import codec
     from pdserve.rpc.v1 import common_pb2, inference_pb2
 

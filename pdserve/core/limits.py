@@ -1,14 +1,14 @@
 """The fields of a request: their types, and the limits that both front ends, admission and workers apply.
 
-A dataclass names each field once, with its type and its limits (`limited`). Everything that checks or carries the fields reads
-them from there.
+A dataclass declares each field once, with its type, its limits and its meaning (`limited`). Everything that checks, carries or
+describes the fields reads them from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Protocol, TypeVar, get_type_hints
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from pdserve.core.errors import InvalidRequest
 
@@ -91,9 +91,9 @@ class TextLengths:
             raise InvalidRequest(f"each string must have {self.low} to {self.high} characters", field=name)
 
 
-def limited(default: Any, *limits: Limit) -> Any:
-    """Return a dataclass field with a default and limits. None is within every limit."""
-    return field(default=default, metadata={"limits": limits})
+def limited(default: Any, *limits: Limit, means: str = "") -> Any:
+    """Return a dataclass field with a default and limits. None is within every limit. `means` tells clients what it does."""
+    return field(default=default, metadata={"limits": limits, "means": means})
 
 
 def field_types(kind: type[Any]) -> Mapping[str, Any]:
@@ -102,19 +102,75 @@ def field_types(kind: type[Any]) -> Mapping[str, Any]:
     return {one.name: hints[one.name] for one in fields(kind) if one.init}
 
 
-_LIMITS: Final[dict[type[Any], Mapping[str, tuple[Limit, ...]]]] = {}
+def meanings_of(kind: type[Any]) -> dict[str, str]:
+    """Return what the dataclass's fields do, by name. Fields without a meaning are left out."""
+    return {one.name: means for one in fields(kind) if (means := one.metadata.get("means"))}
 
 
 def limits_of(kind: type[Any]) -> Mapping[str, tuple[Limit, ...]]:
     """Return the limits of the dataclass's fields by name, in the order of the fields. Fields without limits are left out."""
-    if kind not in _LIMITS:
-        _LIMITS[kind] = {one.name: limits for one in fields(kind) if (limits := one.metadata.get("limits"))}
-    return _LIMITS[kind]
+    return _checks_of(kind).limits
 
 
 def limit_of(kind: type[Any], name: str, sort: type[One]) -> One:
     """Return the limit of type `sort` that a field of the dataclass has. Raises StopIteration when it has none."""
     return next(limit for limit in limits_of(kind)[name] if isinstance(limit, sort))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
+
+
+_TYPES: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (_is_int, "an integer"),
+    int | None: (_is_int, "an integer"),
+    float: (_is_real, "a number"),
+    tuple[str, ...]: (lambda value: isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"),
+    tuple[int, ...]: (lambda value: isinstance(value, tuple) and all(type(i) is int for i in value), "integers"),
+    tuple[tuple[int, float], ...]: (_are_biases, "numbers by token id"),
+}
+"""The check of a client's value for each type that a field has, and the name of the type for clients."""
+
+
+class _Checks(NamedTuple):
+    """The checks of a dataclass, as its fields declare them."""
+
+    limits: Mapping[str, tuple[Limit, ...]]
+    types: Mapping[str, tuple[Callable[[Any], bool], str]]
+    """The checks of those fields whose type a client can write."""
+    defaults: Mapping[str, Any]
+
+
+_CHECKS: Final[dict[type[Any], _Checks]] = {}
+
+
+def _checks_of(kind: type[Any]) -> _Checks:
+    if kind not in _CHECKS:
+        limits = {one.name: limits for one in fields(kind) if (limits := one.metadata.get("limits"))}
+        types = {name: _TYPES[one] for name, one in field_types(kind).items() if one in _TYPES}
+        _CHECKS[kind] = _Checks(limits, types, {one.name: one.default for one in fields(kind)})
+    return _CHECKS[kind]
+
+
+def check_types(kind: type[Any], values: Mapping[str, Any], what: str) -> None:
+    """Check names and types of values for a dataclass's fields, of which each is `what`. Raises `InvalidRequest` for a field
+    that does not exist or has the wrong type."""
+    checks = _checks_of(kind).types
+    for name, value in values.items():
+        if name not in checks:
+            raise InvalidRequest(f"is not {what}", field=name)
+        is_good, wanted = checks[name]
+        if not is_good(value):
+            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)
 
 
 def check_limits(kind: type[Any], values: Mapping[str, Any]) -> None:
@@ -132,17 +188,9 @@ def check_fields(value: Any) -> None:
 
     A default is within its limits, so only other values cost a check.
     """
-    for name, default, limits in _CHECKS.get(type(value)) or _checks_of(type(value)):
+    checks = _CHECKS.get(type(value)) or _checks_of(type(value))
+    for name, limits in checks.limits.items():
         given = getattr(value, name)
-        if given != default:
+        if given != checks.defaults[name]:
             for limit in limits:
                 limit.check(name, given)
-
-
-_CHECKS: Final[dict[type[Any], tuple[tuple[str, Any, tuple[Limit, ...]], ...]]] = {}
-
-
-def _checks_of(kind: type[Any]) -> tuple[tuple[str, Any, tuple[Limit, ...]], ...]:
-    defaults = {one.name: one.default for one in fields(kind)}
-    _CHECKS[kind] = checks = tuple((name, defaults[name], limits) for name, limits in limits_of(kind).items())
-    return checks

@@ -21,9 +21,9 @@ class RequestSpec:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = limited(0, IntRange(-100, 100))
+    priority: int = limited(0, IntRange(-100, 100), means="Requests with a larger number go first.")
     """Requests with a larger priority are served first, but no request waits for ever."""
-    cache_salt: str = limited("", MaxBytes(128))
+    cache_salt: str = limited("", MaxBytes(128), means="Cached prompts are shared only between requests with the same salt.")
     """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
     timing."""
     tpot_s: float = 0.0

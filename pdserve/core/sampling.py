@@ -71,30 +71,54 @@ class SamplingParams:
     model's logits before any of these changes (vLLM's `raw_logprobs`). None: no log-probabilities are returned.
     """
 
-    max_tokens: int = limited(16, IntRange(1, 1 << 31))
-    temperature: float = limited(1.0, RealRange(0.0, 2.0))
-    top_k: int = limited(0, IntRange(0, 1 << 31))
-    top_p: float = limited(1.0, RealRange(0.0, 1.0))
-    min_p: float = limited(0.0, RealRange(0.0, 1.0))
-    seed: int = limited(0, IntRange(0, SEED_LIMIT - 1))
-    stop: tuple[str, ...] = limited((), MaxCount(16, "strings"), TextLengths(1, 1024))
+    max_tokens: int = limited(16, IntRange(1, 1 << 31), means="The most tokens of output. Left out: as many as fit.")
+    temperature: float = limited(
+        1.0,
+        RealRange(0.0, 2.0),
+        means="The temperature of sampling. Below 1e-5 it is 0, which always takes the likeliest token.",
+    )
+    top_k: int = limited(0, IntRange(0, 1 << 31), means="Only so many of the likeliest tokens are drawn. 0 means all.")
+    top_p: float = limited(
+        1.0, RealRange(0.0, 1.0), means="Only the likeliest tokens whose probabilities add up to this are drawn."
+    )
+    min_p: float = limited(
+        0.0, RealRange(0.0, 1.0), means="Only tokens at least this fraction as likely as the likeliest one are drawn."
+    )
+    seed: int = limited(0, IntRange(0, SEED_LIMIT - 1), means="The same seed gives the same output. Left out: a random one.")
+    stop: tuple[str, ...] = limited(
+        (), MaxCount(16, "strings"), TextLengths(1, 1024), means="The output ends before the first of these strings."
+    )
     """OpenAI allows 4 strings; vLLM has no limit. Each string is searched for at each token."""
-    stop_token_ids: tuple[int, ...] = limited((), MaxCount(256, "ids"))
-    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = limited((), MaxCount(256, "ids"), means="The output ends with the first of these tokens.")
+    min_tokens: int = limited(0, means="The output does not end before so many tokens.")
     """It is `max_tokens` or less."""
-    ignore_eos: bool = False
-    presence_penalty: float = limited(0.0, RealRange(-2.0, 2.0))
-    frequency_penalty: float = limited(0.0, RealRange(-2.0, 2.0))
-    repetition_penalty: float = limited(1.0, RealRange(LEAST_REPETITION_PENALTY, 2.0))
-    logit_bias: tuple[tuple[int, float], ...] = limited((), MaxCount(300, "entries"), _Biases())
+    ignore_eos: bool = limited(False, means="The output does not end at the model's end token.")
+    presence_penalty: float = limited(
+        0.0, RealRange(-2.0, 2.0), means="This is taken once from the logits of tokens that the output has."
+    )
+    frequency_penalty: float = limited(
+        0.0, RealRange(-2.0, 2.0), means="This is taken from the logits of a token for each time that the output has it."
+    )
+    repetition_penalty: float = limited(
+        1.0,
+        RealRange(LEAST_REPETITION_PENALTY, 2.0),
+        means="The positive logits of tokens in the prompt or the output are divided by this, others multiplied.",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = limited(
+        (), MaxCount(300, "entries"), _Biases(), means="A number for each token id, which is added to its logit."
+    )
     """Pairs of (id, bias); each id occurs once. The number of entries is OpenAI's and vLLM's limit."""
-    logprobs: int | None = limited(None, IntRange(0, 20))
+    logprobs: int | None = limited(
+        None, IntRange(0, 20), means="Log-probabilities of the output's tokens, with so many likeliest ones beside each."
+    )
     """The limit is OpenAI's for chat, and vLLM's default."""
-    prompt_logprobs: int | None = limited(None, IntRange(0, 20))
+    prompt_logprobs: int | None = limited(
+        None, IntRange(0, 20), means="Log-probabilities of the prompt's tokens, with so many likeliest ones beside each."
+    )
     """The number of likeliest tokens that are returned beside each prompt token but the first. None: no log-probabilities."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = limited(False, means="The text keeps the stop string or stop token that ended it.")
     """The text ends behind the stop string or the stop token that ended it, and not before."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = limited(True, means="The text leaves out special tokens. Left out: true.")
     """False: the text has the written form of special tokens. A stop string may then match it."""
     edits_logits: bool = field(init=False, repr=False, compare=False)
     """Derived: True when a bias or a penalty is set."""

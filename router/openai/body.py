@@ -9,10 +9,10 @@ undecoded JSON, so a large value of a field that is refused anyway costs nothing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, get_type_hints
 
 import msgspec
-from msgspec import Raw, Struct, defstruct
+from msgspec import Raw, Struct
 
 from pdserve.core.limits import field_types
 from pdserve.core.request_spec import OPTIONS, RequestSpec
@@ -150,34 +150,32 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
-SCALARS: Final[dict[str, Any]] = {
-    name: kind
-    for fields, names in ((field_types(RequestSpec), OPTIONS), (field_types(SamplingParams), field_types(SamplingParams)))
-    for name in names
-    if (kind := fields[name]) in (bool, int, float, str)
-}
-"""The fields of a request that have the same name and form in JSON, with their types."""
+class Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a request that have the same name and form in JSON. `SamplingParams` and `RequestSpec` declare them."""
 
-if TYPE_CHECKING:
+    priority: int | None = None
+    cache_salt: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
-    class Scalars(Struct, kw_only=True, forbid_unknown_fields=True):
-        """The fields of `SCALARS`."""
 
-        max_tokens: int | None
-        temperature: float | None
-        top_p: float | None
-        top_k: int | None
-        seed: int | None
-        priority: int | None
-
-else:
-    Scalars = defstruct(
-        "Scalars", [(name, kind | None, None) for name, kind in SCALARS.items()], kw_only=True, forbid_unknown_fields=True
-    )
+_DECLARED: Final = {name: field_types(RequestSpec)[name] for name in OPTIONS} | dict(field_types(SamplingParams))
+assert get_type_hints(Scalars) == {n: kind | None for n, kind in _DECLARED.items() if kind in (bool, int, float, str)}
 
 
 class Body(Scalars, kw_only=True):
-    """The fields that both endpoints share, after those of `SCALARS`. Ranges are checked where the values are used."""
+    """The fields that both endpoints share, after those of `Scalars`. Ranges are checked where the values are used."""
 
     model: str | None = None
     stream: bool | None = None

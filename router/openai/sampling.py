@@ -11,7 +11,7 @@ import msgspec
 from pdserve.core.limits import IntRange, MaxCount, limit_of
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
-from router.openai.body import SCALARS, Body, ChatBody, CompletionBody
+from router.openai.body import Body, ChatBody, CompletionBody, Scalars
 from router.openai.echo import PromptShown
 from router.openai.json import decode, refuse, show
 from router.openai.prompt import token_ids
@@ -22,7 +22,7 @@ _LOGPROBS: Final = limit_of(SamplingParams, "logprobs", IntRange)
 _PRIORITY: Final = limit_of(RequestSpec, "priority", IntRange)
 _SEED: Final = IntRange(-(1 << 63), limit_of(SamplingParams, "seed", IntRange).high)
 _TOKEN_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
-_PLAIN: Final = tuple(name for name in SCALARS if name not in OPTIONS)
+_PLAIN: Final = tuple(name for name in Scalars.__struct_fields__ if name not in OPTIONS)
 _BIAS: Final = msgspec.json.Decoder(float)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, UnknownModel
 from pdserve.core.ids import RequestId
-from pdserve.core.limits import IntRange, MaxBytes, check_limits, field_types, limit_of
+from pdserve.core.limits import IntRange, MaxBytes, check_limits, check_types, limit_of
 from pdserve.core.logprobs import check_prompt_logprobs
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
@@ -76,7 +76,8 @@ class Admission:
         deadline_s = self._deadline_s(request.deadline_s, slo)
         check_limits(RequestSpec, request.options)
         self._check_priority(request.options)
-        check_field_types(request.sampling)  # comes before tokenising, so that a wrong type does not cost a long encode
+        # The types come before tokenising, so that a wrong one does not cost a long encode.
+        check_types(SamplingParams, request.sampling, "a sampling parameter")
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._prepared(request, slo, leader, arrived_s=arrived_s, deadline_s=deadline_s)
@@ -218,40 +219,3 @@ def _check_correlation_id(given: str) -> None:
     _CORRELATION_ID.check("request_id", given)
     if not given.isprintable():
         raise InvalidRequest("must be printable", field="request_id")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_biases(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_is_int(i) and _is_real(bias) for i, bias in value.items())
-
-
-_SORTS: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    int: (_is_int, "an integer"),
-    int | None: (_is_int, "an integer"),
-    float: (_is_real, "a number"),
-    tuple[str, ...]: (lambda value: isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"),
-    tuple[int, ...]: (lambda value: isinstance(value, tuple) and all(type(i) is int for i in value), "integers"),
-    tuple[tuple[int, float], ...]: (_are_biases, "numbers by token id"),
-}
-"""The check of each type that a field of `SamplingParams` has, and its name for clients."""
-
-_CHECKS: Final = {name: _SORTS[kind] for name, kind in field_types(SamplingParams).items()}
-
-
-def check_field_types(fields: Mapping[str, Any]) -> None:
-    """Check names and types of sampling fields. Raises `InvalidRequest` for a field that does not exist or has the wrong
-    type."""
-    for name, value in fields.items():
-        if name not in _CHECKS:
-            raise InvalidRequest("is not a sampling parameter", field=name)
-        is_good, wanted = _CHECKS[name]
-        if not is_good(value):
-            raise InvalidRequest(f"must be {wanted}, got {value!r:.100}", field=name)

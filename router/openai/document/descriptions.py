@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdserve.core.limits import meanings_of
+from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import SamplingParams
 from router.openai.body import WITHOUT_EFFECT
 
 _TOLD: Final = "What the function does. The template shows it to the model."
@@ -13,6 +16,8 @@ _STRICT: Final = (
 )
 
 FIELDS: Final[dict[str, str]] = {
+    **meanings_of(SamplingParams),
+    **meanings_of(RequestSpec),
     "model": "The name of the served model. Left out: the one that is served.",
     "prompt": "The text, or the token ids, or a list of either; each entry of a list becomes a choice of the answer.",
     "messages": "The chat so far, oldest message first.",
@@ -25,31 +30,16 @@ FIELDS: Final[dict[str, str]] = {
     "max_tokens": "The most tokens of output. Left out: 16 for a completion, and as many as fit for a chat.",
     "max_completion_tokens": "OpenAI's newer name of `max_tokens`. If both are given, this one counts.",
     "max_output_tokens": "The most tokens of output. Left out: as many as fit.",
-    "min_tokens": "The output does not end before so many tokens.",
-    "temperature": "The temperature of sampling. Below 1e-5 it is 0, which always takes the likeliest token.",
-    "top_p": "Only the likeliest tokens whose probabilities add up to this are drawn.",
     "top_k": "Only so many of the likeliest tokens are drawn. 0 and -1 mean all.",
-    "min_p": "Only tokens at least this fraction as likely as the likeliest one are drawn.",
-    "seed": "The same seed gives the same output. Left out: a random one.",
     "n": "The number of choices of each prompt. With a beam search: its width.",
     "best_of": "So many choices are sampled, and the `n` likeliest of them are told.",
     "use_beam_search": "The choices are the likeliest outputs that a beam search of width `n` finds.",
     "length_penalty": "The power of its length by which a beam's score is divided.",
-    "stop": "The output ends before the first of these strings.",
-    "include_stop_str_in_output": "The text keeps the stop string or stop token that ended it.",
-    "skip_special_tokens": "The text leaves out special tokens. Left out: true.",
     "return_token_ids": "The answer has the token ids of the prompt and of the output.",
     "add_special_tokens": "If false, a text prompt is encoded without the special tokens that the tokenizer adds.",
     "tokens": "The token ids to be written as text; at most `max_model_len`.",
     "return_token_strs": "The answer has each token as the vocabulary spells it.",
-    "stop_token_ids": "The output ends with the first of these tokens.",
-    "ignore_eos": "The output does not end at the model's end token.",
-    "presence_penalty": "This is taken once from the logits of tokens that the output has.",
-    "frequency_penalty": "This is taken from the logits of a token for each time that the output has it.",
-    "repetition_penalty": "The positive logits of tokens in the prompt or the output are divided by this, others multiplied.",
-    "logit_bias": "A number for each token id, which is added to its logit.",
     "echo": "The text, and its log-probabilities, begin with those of the prompt. `max_tokens` may then be 0.",
-    "prompt_logprobs": "Log-probabilities of the prompt's tokens, with so many likeliest ones beside each.",
     "logprobs": "Log-probabilities of the output's tokens. A completion takes the number of likeliest tokens beside each.",
     "top_logprobs": "The number of likeliest tokens that are told beside each token of the output.",
     "include": "The extras of the answer: `message.output_text.logprobs`. Others are never there, and are hints.",
@@ -69,7 +59,6 @@ FIELDS: Final[dict[str, str]] = {
     "session_id": "The name of the conversation, like the header X-Session-Id. Its turns find their cached prompt.",
     "prompt_cache_key": "OpenAI's name of `session_id`, which goes first.",
     "priority": "Requests with a lower number are served first, as in vLLM. A negative one needs a setting of the router.",
-    "cache_salt": "Cached prompts are shared only between requests with the same salt.",
     "tools": "The functions that the model may call.",
     "tool_choice": "The calls that the output may or must have: none, auto, required, or one function.",
     "parallel_tool_calls": "If false, the answer has at most one call.",
@@ -105,4 +94,5 @@ FIELDS: Final[dict[str, str]] = {
     "prompt_cache_breakpoint": WITHOUT_EFFECT["messages[].content[].prompt_cache_breakpoint"],
     "status": WITHOUT_EFFECT["input[].status"],
 }
-"""The meanings by the fields' names. A name behind that of a schema holds for this schema alone."""
+"""The meanings by the fields' names: those that the dataclasses declare, and those of fields that JSON has in another form or
+alone. A name behind that of a schema holds for this schema alone."""

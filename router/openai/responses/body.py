@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from router.openai.body import EMPTY, SCALARS, ChatBody, Scalars, json_null
+from router.openai.body import EMPTY, ChatBody, Scalars, json_null
 from router.openai.unsupported import hint, neutral_values, unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -220,4 +220,4 @@ SHARED: Final = tuple(
     if name in ChatBody.__struct_fields__ and name not in neutral_values(ResponsesBody) and name not in _OWN
 )
 """The fields that a chat takes as they are."""
-assert {*SCALARS} - {"max_tokens"} <= {*SHARED, *neutral_values(ResponsesBody)}
+assert {*Scalars.__struct_fields__} - {"max_tokens"} <= {*SHARED, *neutral_values(ResponsesBody)}

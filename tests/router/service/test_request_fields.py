@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest
-from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, field_types, limits_of
+from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, check_types, field_types, limits_of
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN, DEFAULT_CLASS
@@ -26,7 +26,7 @@ from router.api.request import GenerateInput
 from router.core.events import Submit
 from router.openai.request import parse_chat, parse_completion
 from router.parsing.generate import generate_input
-from router.service.admission import Admission, check_field_types
+from router.service.admission import Admission
 
 MODEL_LEN, VOCAB_SIZE = 256, 512
 DEFAULTS: Final = RouterConfig(max_client_priority=100)
@@ -163,9 +163,9 @@ def test_limits_are_tried_beyond_their_ends() -> None:
 
 @pytest.mark.parametrize("name", field_types(SamplingParams))
 def test_admission_knows_the_type_of_each_field(name: str) -> None:
-    check_field_types({name: ordinary(name)})
+    check_types(SamplingParams, {name: ordinary(name)}, "a sampling parameter")
     with pytest.raises(InvalidRequest, match=f"{name}: must be "):
-        check_field_types({name: object()})
+        check_types(SamplingParams, {name: object()}, "a sampling parameter")
 
 
 def test_every_field_is_in_the_messages_of_clients_and_of_workers() -> None:
