@@ -12,9 +12,8 @@ from typing import Protocol
 from pdserve.core.worker import Role
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
-from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
-from router.api.identity import CancelTokens
+from router.api.identity import CancelTokens, ClientNames
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 
 

@@ -16,17 +16,15 @@ from pdserve.core.report import Report
 from pdserve.rpc import status
 from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
+from router.api.answer import timeline
 from router.api.identity import Claim
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.api.timeline import timeline
 from router.grpc.answer import RunningRequest, Writer, run_batch
 from router.grpc.malformed import LargeMessage, MalformedGuard
-from router.openai.ignored import Ignored
-from router.parsing.body_budget import BodyBudget
+from router.openai.json import Ignored
 from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
-from router.parsing.parse import Job, JobKind, Parsed
-from router.parsing.parser import RequestParser
+from router.parsing.parser import BodyBudget, Job, JobKind, Parsed, RequestParser
 
 LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize", "Detokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -19,20 +19,21 @@ from router.openai.chunks import (
     LOGPROBS_MARK,
     ChunkFormat,
     Envelope,
+    GatheredCall,
+    ReasoningTokens,
     StopReason,
     add_ids,
     extension,
+    tool_chunk,
     usage,
     with_logprobs,
 )
 from router.openai.echo import NOTHING_SHOWN, PromptView
-from router.openai.errors import encode_json
+from router.openai.json import encode_json
 from router.openai.logprobs import ChatLogprobs, JoinedLists, LogprobsFormat, logprobs_format
-from router.openai.names import as_written
-from router.openai.request import Call, candidate_ids
+from router.openai.request import Call, as_written, candidate_ids
 from router.openai.responses.events import ResponseWriter
 from router.openai.responses.request import ResponsesCall
-from router.openai.tool_chunks import GatheredCall, ReasoningTokens, tool_chunk
 
 MIN_LISTED_BYTES: Final = 24
 """The JSON of one of the likeliest tokens has at least so many bytes: a number of 17 digits, and a short name in quotes. In a

@@ -21,24 +21,18 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.router_api import RouterApi
 from router.http.answer import answer, respond
-from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
-from router.http.connections import ConnectionTable
 from router.http.document import docs, openapi
-from router.http.exchange import Exchange, exchange_of
+from router.http.door import BodyRefused, Refusal, client_of, header, read_body, refuse_body, shortened
 from router.http.metrics import metrics_route
-from router.http.refusal import Refusal, shortened
-from router.http.reply import Reply
-from router.http.running_calls import RunningCalls
-from router.http.server import HttpServer, start_server
+from router.http.protocol import ConnectionTable
+from router.http.reply import Exchange, Reply, exchange_of
+from router.http.server import HttpServer, RunningCalls, start_server
 from router.http.tokenization import Tokenization
-from router.openai.errors import encode_json, error_headers, error_payload
-from router.openai.ignored import Ignored, joined
+from router.openai.json import Ignored, encode_json, error_headers, error_payload, joined
 from router.openai.model_limits import model_limits
 from router.openai.request import Call, ClassHeaders
 from router.openai.responses.request import ResponsesCall
-from router.parsing.body_budget import BodyBudget
-from router.parsing.parse import Job, JobKind
-from router.parsing.parser import INLINE_BYTES, RequestParser
+from router.parsing.parser import INLINE_BYTES, BodyBudget, Job, JobKind, RequestParser
 
 DEFAULT_LIMITS: Final = RouterConfig()
 MOST_CONNECTIONS: Final = 1 << 16  # about 30 KiB each

@@ -6,19 +6,23 @@ at loopback, and is then of the same origin as the server; the name stands in Ho
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.config import RouterConfig
+from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
 from pdserve.core.settings.types import is_loopback
-from router.http import refusal
-from router.http.body import header
-from router.http.exchange import EXTENSION, ConnectionExchange, Headers
-from router.http.refusal import Refusal
+from router.api.identity import ClientNames
+from router.http.reply import EXTENSION, ConnectionExchange, Exchange, Headers, Reply
+from router.openai.json import encode_json
+from router.parsing.parser import BodyShare
 
 LOCAL_NAMES: Final = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of the own machine, the last two as Docker's and Podman's containers call it. None of them can be had in the public
@@ -64,15 +68,15 @@ class Door:
         """Return why the request is refused. None: it is not."""
         host = header(scope, "host")
         if self._checks_hosts and host is not None and not self._is_local(host):
-            return refusal.foreign_host(host)
+            return foreign_host(host)
         if origin is not None and not self._is_allowed(origin, host):
-            return refusal.foreign_origin(origin)
+            return foreign_origin(origin)
         encoding = header(scope, "content-encoding")
         if encoding is not None and encoding.strip().lower() not in ("", "identity"):
-            return refusal.encoded_body(encoding)
+            return encoded_body(encoding)
         transfer = header(scope, "transfer-encoding")
         if transfer is not None and transfer.strip().lower() != "chunked":
-            return refusal.encoded_transfer(transfer)
+            return encoded_transfer(transfer)
         return None
 
     def _is_local(self, host: str) -> bool:
@@ -111,3 +115,202 @@ def _preflight(scope: Scope) -> dict[str, str]:
         **({} if asked is None else {"access-control-allow-headers": asked}),
         "access-control-max-age": str(PREFLIGHT_AGE_S),
     }
+
+
+BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
+SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body
+LINGER_S: Final = 2.0
+"""A refused body is still read and dropped for this long after the answer. If the connection closed at once, it would be reset,
+and a client that is still sending would see the reset instead of the answer."""
+
+
+class BodyRefused(Exception):
+    """A body was not read to its end, so its connection cannot carry another request."""
+
+    def __init__(self, error: PdserveError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int, share: BodyShare) -> bytes:
+    """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
+    too slowly, and `Cancelled` when the client leaves."""
+    declared = header(scope, "content-length") or ""
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        if declared.isdecimal():
+            share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
+        whole = exchange.whole_body()
+        if whole is not None:
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            share.grow(len(whole))
+            return whole
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            more = True
+            while more:
+                more = await _read_part_in_time(receive, body)
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                share.grow(len(body))
+    except TimeoutError as exc:
+        raise BodyRefused(RequestTimeout(f"body: not complete after {BODY_TIMEOUT_S:g} s")) from exc
+    except Overloaded as exc:
+        raise BodyRefused(exc) from exc
+    return bytes(body)
+
+
+async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
+    """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
+    await reply.fail(error, more=True, headers=[(b"connection", b"close")])
+    if (header(scope, "expect") or "").lower() != "100-continue":  # such a client sends nothing before it is told to
+        await _discard(receive)
+    await reply.end()
+
+
+async def _read_part_in_time(receive: Receive, body: bytearray) -> bool:
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await _read_part(receive, body)
+    except TimeoutError as exc:
+        raise BodyRefused(RequestTimeout(f"body: nothing came for {SILENCE_S:g} s")) from exc
+
+
+async def _read_part(receive: Receive, body: bytearray) -> bool:
+    """Append what has arrived. True: more is to come. Raises `Cancelled` when the client leaves."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise Cancelled("the client left while it sent the body")
+    body += message.get("body", b"")
+    return bool(message.get("more_body", False))
+
+
+async def _discard(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while await _read_part(receive, bytearray()):
+                pass
+    except (TimeoutError, Cancelled):
+        pass  # the client has the answer, or does not want it
+
+
+def _too_large(max_bytes: int) -> BodyRefused:
+    return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
+
+
+def client_of(scope: Scope, clients: ClientNames) -> tuple[str, str, str]:
+    """Return the names of the client, its connection and a new call."""
+    host, port = scope.get("client") or ("", 0)
+    return clients.of(host, f"{host} {port}", header(scope, clients.header) if clients.header else None)
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """Return the value of the first header with this name, which is in lower case. None: there is none."""
+    wanted = name.encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            return str(value, "latin-1")
+    return None
+
+
+MAX_QUOTED_CHARS: Final = 200  # of what an error quotes from the head, such as its path
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One refusal: the HTTP status, and the code and message of OpenAI's error object."""
+
+    status: HTTPStatus
+    code: str
+    message: str
+
+    @property
+    def body(self) -> bytes:
+        """The error object as JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return encode_json({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}})
+
+    def encode(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return the whole response, after which the connection ends. `headers` are added to its own, such as Date."""
+        body = self.body
+        own = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            own.append((b"retry-after", b"1"))
+        lines = [name + b": " + value for name, value in [*own, *headers]]
+        return b"\r\n".join([f"HTTP/1.1 {self.status.value} {self.status.phrase}".encode(), *lines, b"", body])
+
+
+def malformed(message: str) -> Refusal:
+    """Refuse what is not HTTP."""
+    return Refusal(HTTPStatus.BAD_REQUEST, "invalid_request", message)
+
+
+def head_too_large(limit: str) -> Refusal:
+    """Refuse a head over `limit`, which is written with its unit."""
+    return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "request_too_large", f"head: is over the limit of {limit}")
+
+
+def trailers_too_large(limit_bytes: int) -> Refusal:
+    """Refuse trailers over the limit."""
+    message = f"trailers: are over the limit of {limit_bytes} bytes"
+    return Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "request_too_large", message)
+
+
+def head_too_slow(limit_s: float) -> Refusal:
+    """Refuse a head that was not complete in time."""
+    return Refusal(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", f"head: not complete after {limit_s:g} s")
+
+
+def too_many_connections(limit: int) -> Refusal:
+    """Refuse a connection because all places serve requests."""
+    message = f"connections: all {limit} serve requests (router.max_connections)"
+    return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "overloaded", message)
+
+
+def other_version(version: str) -> Refusal:
+    """Refuse a version of HTTP that this server does not speak."""
+    message = f"HTTP/{version} is not spoken here; HTTP/1.1 and HTTP/1.0 are"
+    return Refusal(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "http_version_not_supported", message)
+
+
+def no_tunnel() -> Refusal:
+    """Refuse CONNECT: this server is no proxy."""
+    return Refusal(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "CONNECT: Method Not Allowed")
+
+
+def foreign_host(host: str) -> Refusal:
+    """Refuse a name that is not this machine's: a web page may have pointed a name of its own here."""
+    message = f"Host: {shortened(host)!r} is no name of this machine; add it to router.allowed_hosts if clients call it so"
+    return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
+
+
+def foreign_origin(origin: str) -> Refusal:
+    """Refuse a web page that no setting allows."""
+    message = (
+        f"Origin: web pages of {shortened(origin)!r} may not use this server; add it to router.allowed_origins "
+        "(--allowed-origins) if they are to"
+    )
+    return Refusal(HTTPStatus.FORBIDDEN, "forbidden", message)
+
+
+def encoded_body(encoding: str) -> Refusal:
+    """Refuse a compressed body, because its size is known only after work on it."""
+    message = f"Content-Encoding: {shortened(encoding)!r} is not supported; send the body as it is"
+    return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+
+
+def encoded_transfer(encoding: str) -> Refusal:
+    """Refuse a body that is encoded for its way (RFC 9112 section 6.1)."""
+    message = f"Transfer-Encoding: {shortened(encoding)!r} is not supported; only 'chunked' is"
+    return Refusal(HTTPStatus.NOT_IMPLEMENTED, "not_implemented", message)
+
+
+def shortened(text: str) -> str:
+    """Return what a client wrote, cut to a length that an error may quote."""
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."

@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 protocol, with bounds on what a client may do before its request is complete.
 
 httptools bounds neither the size of a head or of trailers nor the time in which they arrive, so a connection could hold memory,
-or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.body` bounds bodies. An offer to
+or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.door` bounds bodies. An offer to
 speak another protocol is declined as RFC 9110 section 7.8 allows: the request is answered in HTTP/1.1. The Date header is made
 when a request asks for one and not by a timer, so an idle server does nothing.
 
@@ -17,17 +17,25 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from email.utils import formatdate
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.http import refusal, upgrade
-from router.http.body import LINGER_S
-from router.http.connections import ConnectionTable
-from router.http.exchange import EXTENSION, ConnectionExchange
-from router.http.refusal import Refusal
+from router.http.door import (
+    LINGER_S,
+    Refusal,
+    head_too_large,
+    head_too_slow,
+    malformed,
+    no_tunnel,
+    other_version,
+    too_many_connections,
+    trailers_too_large,
+)
+from router.http.reply import EXTENSION, ConnectionExchange
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._table.admit(self):
             self._arm(HEAD_TIMEOUT_S, self._head_late)
         else:
-            self._refuse(refusal.too_many_connections(self._table.max_connections))
+            self._refuse(too_many_connections(self._table.max_connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the table, drop what waits, and tell the running request that the client is gone."""
@@ -154,11 +162,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_bytes = 0 if self._head_begins else self._head_bytes + len(data)
             self._head_begins = False
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(refusal.head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+                self._refuse(head_too_large(f"{MAX_HEAD_BYTES} bytes"))
         elif self._body_open:
             self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
             if self._between_bytes > MAX_BETWEEN_BYTES:
-                self._refuse(refusal.trailers_too_large(MAX_TRAILER_BYTES))
+                self._refuse(trailers_too_large(MAX_TRAILER_BYTES))
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -175,16 +183,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._declined = False
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(refusal.no_tunnel())
+            self._refuse(no_tunnel())
             return
-        head = upgrade.declined(method, self.url, self.parser.get_http_version(), self.headers)
+        head = declined(method, self.url, self.parser.get_http_version(), self.headers)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
         self._feed(head + rest)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP."""
-        self._refuse(refusal.malformed(msg))
+        self._refuse(malformed(msg))
 
     # Calls of the parser ---------------------------------------------------------------------------------------------
 
@@ -208,11 +216,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._head_open:
             self._trailer_bytes += length
             if self._trailer_bytes > MAX_TRAILER_BYTES:
-                self._refuse(refusal.trailers_too_large(MAX_TRAILER_BYTES))
+                self._refuse(trailers_too_large(MAX_TRAILER_BYTES))
         elif self._fits(length):
             super().on_header(name, value)
             if len(self.headers) > MAX_HEADERS:
-                self._refuse(refusal.head_too_large(f"{MAX_HEADERS} headers"))
+                self._refuse(head_too_large(f"{MAX_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
         """Start the request, unless it was refused or its offer is declined first."""
@@ -222,10 +230,10 @@ class GuardedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         hosts = sum([name == b"host" for name, _ in self.headers])
         if version not in ("1.0", "1.1"):
-            self._refuse(refusal.other_version(version))
+            self._refuse(other_version(version))
             return
         if hosts > 1 or (hosts == 0 and version == "1.1"):  # RFC 9112 section 3.2
-            self._refuse(refusal.malformed(f"Host: must be given once, got {hosts}"))
+            self._refuse(malformed(f"Host: must be given once, got {hosts}"))
             return
         self._head_open = False
         self._body_open = True
@@ -285,12 +293,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _fits(self, length: int) -> bool:
         self._kept_bytes += length
         if self._kept_bytes > MAX_HEAD_BYTES:
-            self._refuse(refusal.head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+            self._refuse(head_too_large(f"{MAX_HEAD_BYTES} bytes"))
         return not self._over
 
     def _head_late(self) -> None:
         if self._head_bytes or not self._head_begins:
-            self._refuse(refusal.head_too_slow(HEAD_TIMEOUT_S))
+            self._refuse(head_too_slow(HEAD_TIMEOUT_S))
         else:  # the client has sent nothing of a request
             self.transport.abort()
 
@@ -330,3 +338,123 @@ class GuardedProtocol(HttpToolsProtocol):
         if getattr(state, "date_s", None) != now_s:
             state.date_s = now_s
             state.default_headers = [(b"date", formatdate(now_s, usegmt=True).encode())]
+
+
+PATIENCE_S: Final = 2.0
+"""A head may take so long before its connection has to make room. TCP sends a lost segment again after 0.2 to 1 s."""
+LEAST_REFUSED: Final = 64
+REFUSED_SHARE: Final = 2
+"""Half as many connections as have places may be on their way out, so that the clients of a burst get an answer that says
+why."""
+
+
+class Connection(Protocol):
+    """A connection as the table sees it."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while a part of an answer waits for the client to take it."""
+
+    def give_way(self) -> None:
+        """End now, because another connection takes the place."""
+
+
+class ConnectionTable:
+    """The connections of one HTTP server, which owns this. At most `max_connections` are in it, each from `admit` to
+    `forget`."""
+
+    def __init__(
+        self,
+        limit: int | Callable[[], int],
+        on_refused: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limit`: the number, or what returns the present one. `on_refused` hears of each connection that gets no place."""
+        self._limit = limit
+        self._on_refused = on_refused
+        self._clock = clock
+        self._all: set[Connection] = set()
+        self._answered: dict[Connection, None] = {}  # the one that has waited longest comes first, here and below
+        self._begun_s: dict[Connection, float] = {}
+        self._refused: dict[Connection, None] = {}
+
+    @property
+    def max_connections(self) -> int:
+        """The number of connections that may be in the table now."""
+        return self._limit() if callable(self._limit) else self._limit
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def admit(self, connection: Connection) -> bool:
+        """Give the connection a place, if need be the place of a waiting connection. False: no connection makes room. The
+        client then gets an answer that says so. The connection stays known until `forget`, or until too many others get such an
+        answer."""
+        if len(self._all) >= self.max_connections:
+            leaver = self._leaver()
+            if leaver is None:
+                self._on_refused()
+                self._refuse(connection)
+                return False
+            self.forget(leaver)
+            leaver.give_way()
+        self._all.add(connection)
+        self._begun_s[connection] = self._clock()
+        return True
+
+    def waits(self, connection: Connection) -> None:
+        """Note that the connection has been answered and has no further request."""
+        self._answered.pop(connection, None)
+        self._begun_s.pop(connection, None)
+        if connection in self._all:
+            self._answered[connection] = None
+
+    def begins(self, connection: Connection) -> None:
+        """Note that a further head has begun to come."""
+        if connection in self._answered:
+            del self._answered[connection]
+            self._begun_s[connection] = self._clock()
+
+    def serves(self, connection: Connection) -> None:
+        """Note that the whole head has come, so the connection has a request now."""
+        self._answered.pop(connection, None)
+        self._begun_s.pop(connection, None)
+
+    def forget(self, connection: Connection) -> None:
+        """Free the place of the connection, if it has one."""
+        self._all.discard(connection)
+        self._answered.pop(connection, None)
+        self._begun_s.pop(connection, None)
+        self._refused.pop(connection, None)
+
+    def _leaver(self) -> Connection | None:
+        """Return the connection that makes room. None: each has a request, or has just come."""
+        for connection in self._answered:
+            if not connection.has_unsent:
+                return connection
+        for connection, since_s in self._begun_s.items():
+            return connection if self._clock() - since_s >= PATIENCE_S else None
+        return None
+
+    def _refuse(self, connection: Connection) -> None:
+        if len(self._refused) >= max(LEAST_REFUSED, self.max_connections // REFUSED_SHARE):
+            oldest = next(iter(self._refused))
+            self.forget(oldest)
+            oldest.give_way()
+        self._refused[connection] = None
+
+
+_OFFER: Final = {b"upgrade", b"http2-settings"}  # names of headers and options of Connection; they concern this hop alone
+
+
+def declined(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the head without the offer. Names in `headers` are in lower case, and values hold no line ends, since the head was
+    parsed before."""
+    lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            value = b", ".join(option for option in options if option.lower() not in _OFFER)
+        if name not in _OFFER and (value or name != b"connection"):
+            lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", b""])

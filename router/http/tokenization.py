@@ -14,14 +14,11 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.http.body import BodyRefused, client_of, header, read_body, refuse_body
-from router.http.exchange import Exchange, exchange_of
-from router.http.reply import Reply
-from router.http.running_calls import RunningCalls
-from router.openai.errors import encode_json
-from router.parsing.body_budget import BodyBudget
-from router.parsing.parse import Job, JobKind
-from router.parsing.parser import RequestParser
+from router.http.door import BodyRefused, client_of, header, read_body, refuse_body
+from router.http.reply import Exchange, Reply, exchange_of
+from router.http.server import RunningCalls
+from router.openai.json import encode_json
+from router.parsing.parser import BodyBudget, Job, JobKind, RequestParser
 
 PIECE_IDS: Final = 8192
 """So many ids are written between two turns of the loop: about 3 ms with their spellings. A body has room for two million."""

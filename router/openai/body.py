@@ -1,7 +1,7 @@
 """The fields of a request's body and their types. Every field that OpenAI's or vLLM's API documents is named here.
 
 A field whose effect does not exist here is `unsupported`, or a `hint`; one that changes no answer is in `WITHOUT_EFFECT`. The
-structs forbid all others, and `router.openai.ignored` leaves those out.
+structs forbid all others, and `router.openai.json` leaves those out.
 
 JSON's `null` means absent, as in OpenAI's own clients, which send it for arguments that were not given. A `Raw` field stays
 undecoded JSON, so a large value of a field that is refused anyway costs nothing.
@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 from pdserve.core.limits import field_types
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
-from router.openai.unsupported import hint, unsupported
+from router.openai.json import hint, unsupported
 
 NULL: Final = Raw(b"null")
 """The default of a field that is decoded where it is used. (A `Raw` cannot be optional.)"""

@@ -10,7 +10,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta
 from router.api.request import Prompt
-from router.openai.errors import encode_json
+from router.openai.json import encode_json
 from router.openai.logprobs import LogprobsFormat, TokenBytes
 
 PIECE_TOKENS: Final = 64

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pdserve.core.logprobs import TokenLogprobs
-from router.openai.errors import encode_json
+from router.openai.json import encode_json
 
 TokenBytes = Callable[[int], bytes]
 

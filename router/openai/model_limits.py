@@ -5,8 +5,7 @@ from __future__ import annotations
 from pdserve.core.limits import MAX_MESSAGES, IntRange, MaxCount, limit_of
 from pdserve.core.sampling import SamplingParams
 from router.api.choices import MAX_CHOICES
-from router.openai.prompt import MAX_PROMPTS
-from router.openai.tools import MAX_TOOLS
+from router.openai.prompt import MAX_PROMPTS, MAX_TOOLS
 
 
 def model_limits(max_prompt_tokens: int, max_body_bytes: int, max_deadline_s: float) -> dict[str, float]:

@@ -9,9 +9,8 @@ from msgspec import Raw, Struct
 
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.openai.body import Message
-from router.openai.json import decode, refuse
+from router.openai.json import decode, refuse, refuse_unsupported, unsupported
 from router.openai.prompt import read_messages, token_ids
-from router.openai.unsupported import refuse_unsupported, unsupported
 
 
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):

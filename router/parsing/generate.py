@@ -22,7 +22,7 @@ from router.api.choices import (
     sampled,
 )
 from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolCall, ToolChoice, ToolMode
-from router.openai.tools import MAX_TOOLS, read_tools, read_variables
+from router.openai.prompt import MAX_TOOLS, read_tools, read_variables
 
 _TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}
 """The mode of each number of `ToolChoice.Mode`."""

@@ -8,16 +8,28 @@ request starts it, and it ends with the router.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import pickle
 import sys
-from collections.abc import Sequence
-from typing import Final
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
 
-from pdserve.core.errors import InternalBug, Overloaded
+from google.protobuf.message import DecodeError
+
+from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, RequestTooLarge
 from pdserve.killable_child import ChildEnded, KillableChild
-from router.parsing.child import Verdict, memory_bytes, unpack
-from router.parsing.parse import Job, Parsed, parse
-from router.service.loop_time.serial_thread import SerialThread
+from pdserve.rpc.v1 import inference_pb2
+from router.api.request import DetokenizeInput, TokenizeInput
+from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
+from router.openai.responses.request import ResponsesCall, parse_responses
+from router.openai.tokenization import parse_detokenize, parse_tokenize
+from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
+from router.service.loop_time import SerialThread
 
 INLINE_BYTES: Final = 32 << 10
 """Requests up to this size are parsed on the loop: 2.5 ms at worst, for 256 prompts of token ids. Most requests are smaller,
@@ -72,3 +84,191 @@ class RequestParser:
             kind, message, field = verdict
             raise kind(message, field=field)
         return verdict
+
+
+class JobKind(Enum):
+    """The format of a request, by endpoint or method."""
+
+    COMPLETION = "completion"  # OpenAI's JSON
+    CHAT = "chat"
+    RESPONSES = "responses"
+    GENERATE = "generate"  # protobuf
+    GENERATE_BATCH = "generate batch"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+    HTTP_TOKENIZE = "http_tokenize"  # vLLM's JSON
+    HTTP_DETOKENIZE = "http_detokenize"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to be parsed."""
+
+    kind: JobKind
+    data: bytes
+    max_prompt_tokens: int
+    """More token ids than this are refused by their count, before the ids are looked at."""
+    header_id: str | None = None
+    """The X-Request-Id header. Only HTTP requests have it."""
+    headers: ClassHeaders = NO_HEADERS
+    """The headers of the class and the session. Only HTTP requests have them."""
+    call_remaining_s: float | None = None
+    """Seconds that are left of the call's own deadline. Only gRPC requests have it."""
+    max_deadline_s: float = 0.0
+    client: tuple[str, ...] = ()
+    """The names of the client, its connection and its call, by which large requests take turns."""
+
+
+Message = TypeVar(
+    "Message",
+    inference_pb2.GenerateRequest,
+    inference_pb2.GenerateBatchRequest,
+    inference_pb2.TokenizeRequest,
+    inference_pb2.DetokenizeRequest,
+)
+Parsed = Call | ResponsesCall | GenerateCall | RequestBatch | TokenizeInput | DetokenizeInput
+
+
+def parse(job: Job) -> Parsed:
+    """Parse a request. Raises `InvalidRequest` naming the field."""
+    match job.kind:
+        case JobKind.COMPLETION:
+            return parse_completion(job.data, job.header_id, job.max_prompt_tokens, job.headers)
+        case JobKind.CHAT:
+            return parse_chat(job.data, job.header_id, job.headers)
+        case JobKind.RESPONSES:
+            return parse_responses(job.data, job.header_id, job.headers)
+        case JobKind.GENERATE:
+            return generate_call(
+                _message(inference_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case JobKind.GENERATE_BATCH:
+            return generate_batch(
+                _message(inference_pb2.GenerateBatchRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
+        case JobKind.TOKENIZE:
+            request = _message(inference_pb2.TokenizeRequest(), job.data)
+            return TokenizeInput(request.model or None, prompt_of(request, job.max_prompt_tokens))
+        case JobKind.DETOKENIZE:
+            return detokenize_input(_message(inference_pb2.DetokenizeRequest(), job.data), job.max_prompt_tokens)
+        case JobKind.HTTP_TOKENIZE:
+            return parse_tokenize(job.data)
+        case JobKind.HTTP_DETOKENIZE:
+            return parse_detokenize(job.data, job.max_prompt_tokens + 1)
+
+
+def _message(message: Message, data: bytes) -> Message:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as exc:
+        raise InvalidRequest("is not a message of the type that this method takes", field="request") from exc
+    return message
+
+
+FREE_BYTES: Final = 64 << 10
+"""The first bytes of each body are not counted. A connection buffers as many anyway, and small requests get in however many
+large ones are in progress."""
+RETRY_AFTER_S: Final = 1.0
+
+
+class BodyBudget:
+    """Counts the bytes that large bodies have taken, at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int, what: str = "body", setting: str = "router.max_body_bytes") -> None:
+        """`what` and `setting` name the bodies and the limit in errors."""
+        self.max_bytes = max_bytes
+        self.what = what
+        self.setting = setting
+        self.taken_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[BodyShare]:
+        """Open the share of one body. It is returned when nothing needs the body any more."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self.taken_bytes -= share.taken_bytes
+
+
+class BodyShare:
+    """The bytes that one body has taken from the budget."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.taken_bytes = 0
+
+    @property
+    def max_bytes(self) -> int:
+        """The bytes that all bodies of the budget may take together."""
+        return self._budget.max_bytes
+
+    def grow(self, length: int) -> None:
+        """Take bytes for a body that has `length` bytes, or declares them. Raises `Overloaded` when the budget has no room for
+        them, and `RequestTooLarge` when it would have none if it were empty."""
+        more = max(0, length - FREE_BYTES) - self.taken_bytes
+        if more <= 0:
+            return
+        limit, what, setting = self._budget.max_bytes, self._budget.what, self._budget.setting
+        if self.taken_bytes + more > limit:
+            raise RequestTooLarge(f"{what}: is over the limit of {limit} bytes for all in progress ({setting})", field=what)
+        if self._budget.taken_bytes + more > limit:
+            raise Overloaded(
+                f"{what}: together with others in progress it would be over the limit of {limit} bytes ({setting})",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._budget.taken_bytes += more
+        self.taken_bytes += more
+
+
+BASE_BYTES: Final = 512 << 20
+BYTES_PER_BYTE: Final = 64
+"""The address space for each byte of the largest body, over twice what was measured. The worst bodies are a prompt of many
+lists of one token id as JSON (27.5 with msgspec 0.22), and a chat of empty messages as protobuf (28). The limit must not become
+tight: msgspec does not survive every allocation that fails, so the process may end instead of refusing the body."""
+
+Verdict = Parsed | tuple[type[InvalidRequest], str, str]
+"""The request, or the class, the message and the field of its refusal."""
+
+
+def memory_bytes(max_body_bytes: int) -> int:
+    """Return the address space that the process may have. No answer is larger."""
+    return BASE_BYTES + BYTES_PER_BYTE * max_body_bytes
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles token ids as arrays: these are sent and read a hundred times as fast as tuples."""
+
+    def persistent_id(self, obj: Any) -> array[int] | None:
+        """Return what stands for the object. None: it is pickled as ever."""
+        if type(obj) is tuple and obj and type(obj[0]) is int:
+            with contextlib.suppress(TypeError, OverflowError):  # these are no token ids
+                return array("I", obj)
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tuples of token ids again, one prompt after the other. Another thread may run between two of them."""
+
+    def persistent_load(self, pid: array[int]) -> tuple[int, ...]:
+        """Return the object for which the array stands."""
+        return tuple(pid)
+
+
+def pack(verdict: Verdict) -> bytes:
+    """Return a verdict as bytes."""
+    packed = io.BytesIO()
+    _Pickler(packed, protocol=5).dump(verdict)
+    return packed.getvalue()
+
+
+def unpack(packed: bytes) -> Verdict:
+    """Return the verdict that was packed. It must come from a child of ours."""
+    verdict: Verdict = _Unpickler(io.BytesIO(packed)).load()
+    return verdict

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, UnknownModel
+from pdserve.core.block_hash import BlockHash, chain_salt, next_hash, root_hash
+from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, check_types, limit_of
 from pdserve.core.logprobs import check_prompt_logprobs
+from pdserve.core.prefix_keys import key_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
-from router.api.client_names import number_of
-from router.api.identity import new_request_id
+from pdserve.core.worker import newest_field
+from pdserve.structured.checker import GrammarChecker
+from router.api.identity import new_request_id, number_of
 from router.api.request import SESSION_ID, GenerateInput, is_chat
+from router.core import events as ev
 from router.core.events import Submit
-from router.service.limits import LengthLimit
-from router.service.model import ServedModel
-from router.service.prefix_keys import PromptKeys
+from router.core.registry import Registry
+from router.service.model import LengthLimit, ServedModel
 from router.service.prompts import PromptEncoder
 
 _CORRELATION_ID: Final = MaxBytes(128)
@@ -219,3 +224,121 @@ def _check_correlation_id(given: str) -> None:
     _CORRELATION_ID.check("request_id", given)
     if not given.isprintable():
         raise InvalidRequest("must be printable", field="request_id")
+
+
+def check_workers(spec: RequestSpec, registry: Registry) -> None:
+    """Raise `Unavailable` while a worker is linked that would ignore a field of the request, since it may be placed there."""
+    field, version = newest_field(spec)
+    if not field:
+        return
+    for worker in registry:
+        if worker.link_version < version:
+            raise _lacks(worker.name, worker.link_version, field)
+
+
+def unsendable(effect: ev.Command, registry: Registry) -> ev.RequestFailed | None:
+    """Return the failure of a request that must not be sent to this worker, which has joined since the check. None: send it."""
+    if not isinstance(effect, ev.SendBind | ev.SendPrefill):
+        return None
+    field, version = newest_field(effect.work.spec)
+    worker = registry.get(effect.link) if field else None
+    if worker is None or worker.link_version >= version:
+        return None
+    return ev.RequestFailed(effect.link, effect.work.handle, _lacks(worker.name, worker.link_version, field))
+
+
+def _lacks(name: str, link_version: int, field: str) -> Unavailable:
+    return Unavailable(f"{field}: {name} speaks link version {link_version}, which lacks it: upgrade the worker")
+
+
+MAX_BLOCKS: Final = 2048
+"""The most blocks of a prompt that are named. A worker that holds so many is the right one, whatever follows."""
+RUN_BLOCKS: Final = 16
+"""The blocks of one entry of the memo. Prompts that part within a run share nothing of it: at most 15 hashes more."""
+MAX_RUNS: Final = 4096
+"""The most entries of the memo: about 8 MB with blocks of 16 tokens."""
+AWAY_RUNS: Final = 16
+"""The loop may do something else after so many runs, which take 0.3 ms if they are new."""
+
+_Run = tuple[BlockHash, tuple[int, ...]]
+"""The hash of the last block, and the keys of all."""
+
+
+class PromptKeys:
+    """Computes the keys of prompts. One loop uses it."""
+
+    def __init__(self, model_name: Callable[[], str], max_runs: int = MAX_RUNS) -> None:
+        """`model_name` returns what the workers' salts name their weights by at present: their digest."""
+        self._model_name = model_name
+        self._max_runs = max_runs
+        self._memo: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
+        self._roots: OrderedDict[tuple[str, str], BlockHash] = OrderedDict()
+
+    async def of(self, prompt_ids: tuple[int, ...], cache_salt: str, block_size: int) -> tuple[int, ...]:
+        """Return the keys of the first full blocks of a prompt, at most `MAX_BLOCKS`. Long prompts let the loop do other
+        things in between."""
+        blocks = min(len(prompt_ids) // block_size, MAX_BLOCKS)
+        parent = self._root(cache_salt)
+        keys: list[int] = []
+        step = RUN_BLOCKS * AWAY_RUNS
+        for first in range(0, blocks, step):
+            if first:
+                await asyncio.sleep(0)
+            count = min(step, blocks - first)
+            parent = self._extend(keys, parent, prompt_ids[first * block_size : (first + count) * block_size], block_size)
+        return tuple(keys)
+
+    def _extend(self, keys: list[int], parent: BlockHash, ids: tuple[int, ...], block_size: int) -> BlockHash:
+        packed = struct.pack(f"<{len(ids)}I", *ids)
+        block_bytes = 4 * block_size
+        memo = self._memo
+        for start in range(0, len(packed), RUN_BLOCKS * block_bytes):
+            name = parent, packed[start : start + RUN_BLOCKS * block_bytes]
+            run = memo.get(name)
+            if run is None:
+                run = memo[name] = _run(parent, name[1], block_bytes)
+                if len(memo) > self._max_runs:
+                    memo.popitem(last=False)
+            else:
+                memo.move_to_end(name)
+            parent = run[0]
+            keys += run[1]
+        return parent
+
+    def _root(self, cache_salt: str) -> BlockHash:
+        name = self._model_name(), cache_salt
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = root_hash(chain_salt(name[0].encode(), cache_salt))
+            if len(self._roots) > self._max_runs:
+                self._roots.popitem(last=False)
+        return root
+
+
+def _run(parent: BlockHash, content: bytes, block_bytes: int) -> _Run:
+    """Return the run of the blocks that follow `parent`, of which `content` has the tokens."""
+    keys = []
+    for start in range(0, len(content), block_bytes):
+        parent = next_hash(parent, content[start : start + block_bytes])
+        keys.append(key_of(parent))
+    return parent, tuple(keys)
+
+
+class Grammars:
+    """The grammars of one router. `close` it."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._checker = None
+        if model.directory is not None:
+            self._checker = GrammarChecker(model.directory, model.card.vocab_size, model.card.eos_token_ids)
+
+    async def check(self, constraint: Constraint) -> None:
+        """Return if the constraint compiles. Raises `InvalidRequest` and `Overloaded`."""
+        if self._checker is None:
+            raise InvalidRequest("needs the tokenizer of a model", field=FIELD)
+        await self._checker.check(constraint)
+
+    async def close(self) -> None:
+        """End the process of the checker."""
+        if self._checker is not None:
+            await self._checker.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig
 from pdserve.core.kv_layout import KvSpec, fit_max_model_len
+from pdserve.core.worker import Role
 from pdserve.text.tokenizer import Tokenizer
+from router.core.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class ServedModel:
     tokenizer: Tokenizer
     dtype: str
     kv_spec: KvSpec
-    max_model_len: int  # prompt + output tokens of one request by the settings alone; see `router.service.limits`
+    max_model_len: int  # prompt + output tokens of one request by the settings alone; see `router.service.model`
     directory: Path | None = None  # where the tokenizer is; None: a simulation, which has none on disk
 
     @classmethod
@@ -44,3 +47,38 @@ class ServedModel:
             max_model_len=fit_max_model_len(engine.max_model_len, card.max_position, pool_tokens),
             directory=directory,
         )
+
+
+OPEN_ENDED_SHARE: Final = 0.75
+"""A request that names no length must get at least this share of the longest answer. Measured pools differ by a few percent. If
+the full length were demanded, all such answers would go to the largest worker and none to the others."""
+_ROLES: Final = tuple(Role)
+
+
+class LengthLimit:
+    """Knows the longest request that the linked workers take."""
+
+    def __init__(self, model: ServedModel, registry: Registry) -> None:
+        self._model = model
+        self._registry = registry
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output of one request together have at most this many tokens. The present workers can never serve a longer
+        one."""
+        limit = self._model.max_model_len
+        for role in _ROLES:
+            longest = self._registry.longest(role)
+            if longest is not None and longest < limit:
+                limit = longest
+        return limit
+
+    def open_ended_room(self, prompt_len: int) -> int:
+        """Return the output tokens of a request that names no `max_tokens`: as many as fit on every decode worker that is
+        nearly as long as the longest one. This is at most `max_model_len` less the prompt, and below 1 when the prompt alone is
+        too long."""
+        limit = self.max_model_len
+        longest = limit - prompt_len
+        lengths = (worker.hello.max_model_len for worker in self._registry.of_role(Role.DECODE) if not worker.draining)
+        rooms = [min(length, limit) - prompt_len for length in lengths]
+        return min([longest, *(room for room in rooms if room >= OPEN_ENDED_SHARE * longest)])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final, cast
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import msgspec
 
 from pdserve.core.errors import ContextOverflow, InvalidRequest
-from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.plain_json import obstacle
+from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, Prompt, Tool
 from router.core.turns import Path
-from router.service.chat_text import chat_chars, chat_parts, chat_text
-from router.service.limits import LengthLimit
-from router.service.loop_time.serial_thread import SerialThread
-from router.service.model import ServedModel
+from router.service.loop_time import SerialThread
+from router.service.model import LengthLimit, ServedModel
 
 INLINE_CHARS: Final = 4096
 """Prompts up to this length are encoded on the loop: about 1 ms, at 0.3 s a megabyte. Longer ones would delay everybody's
@@ -121,3 +126,151 @@ class PromptEncoder:
         least = self._model.tokenizer.least_tokens(text) if len(text) >= limit else 0
         if least >= limit:
             raise ContextOverflow.of_prompt(f"at least {least} tokens", limit, field=field)
+
+
+_END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "
+"""It marks the end of a message that the model goes on with. A template that trims messages takes the blank behind it away, and
+then would have taken the blanks before it as well."""
+_ARGUMENTS: Final = msgspec.json.Decoder(dict[str, Any])
+_BEFORE: Final = "You may call functions. Each line describes one, with the JSON schema of its parameters:"
+_AFTER: Final = 'Calls are written as a JSON list: [{"name": ..., "parameters": {...}}]'
+
+
+def chat_chars(chat: ChatPrompt) -> int:
+    """Return the number of characters that a client wrote, about."""
+    messages = sum(len(m.content or "") + len(m.reasoning) + len(m.name) + len(m.call_id) for m in chat.messages)
+    calls = sum(len(call.arguments) + len(call.name) + len(call.id) for m in chat.messages for call in m.calls)
+    return messages + calls + sum(len(tool.parameters) + len(tool.description) for tool in chat.tools) + len(chat.variables)
+
+
+def chat_parts(chat: ChatPrompt) -> int:
+    """Return the number of messages, calls and tools. Each takes time to render, even if it is empty."""
+    return len(chat.messages) + sum(len(m.calls) for m in chat.messages) + len(chat.tools)
+
+
+def chat_text(template: ChatTemplate, chat: ChatPrompt) -> str:
+    """Render a chat. Raises `InvalidRequest` naming the field.
+
+    Arguments that are no JSON object, since an answer was cut off in them, are shown as the text that they are. A template that
+    cannot show a text there, because it asks for the names of the arguments, gets an object with the text in it. What a
+    template does not show of tools and calls is told in plain words.
+    """
+    refused: InvalidRequest | None = None
+    for shown, arguments in _versions(template, chat):
+        try:
+            return _rendered(template, shown, arguments)
+        except InvalidRequest as exc:
+            if exc.field != "messages":
+                raise
+            refused = refused or exc
+    assert refused is not None
+    raise refused
+
+
+def _versions(template: ChatTemplate, chat: ChatPrompt) -> Iterator[tuple[ChatPrompt, list[list[Any]]]]:
+    """Yield the chat, and the arguments of the calls of each message, in the ways in which a template may take them."""
+    if not template.renders_calls:
+        chat = replace(chat, messages=_with_calls_told(chat.messages))
+    chats = [chat]
+    if chat.tools and not template.shows_tools:
+        functions = [_tool(tool)["function"] for tool in chat.tools]
+        told = (_with_tools_told(chat.messages, functions, role) for role in ("system", "user"))  # some know no system
+        chats = [replace(chat, tools=(), messages=messages) for messages in told]
+    for one in chats:
+        arguments = [[_arguments(call.arguments) for call in message.calls] for message in one.messages]
+        yield one, arguments
+        named = [[{"arguments": text} if isinstance(text, str) else text for text in calls] for calls in arguments]
+        if named != arguments:
+            yield one, named
+
+
+def _with_tools_told(
+    messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]], role: str
+) -> tuple[ChatMessage, ...]:
+    """Return the messages with a description of the functions at the beginning of the first one of the role, which is made if
+    the chat has none."""
+    text = "\n".join([_BEFORE, *(json.dumps(function, ensure_ascii=False) for function in functions), _AFTER])
+    place = next((i for i, message in enumerate(messages) if message.role == role), None)
+    if place is None:
+        return (ChatMessage(role, text), *messages)
+    found = messages[place]
+    told = replace(found, content=f"{text}\n\n{found.content or ''}")
+    return (*messages[:place], told, *messages[place + 1 :])
+
+
+def _with_calls_told(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return the messages with calls in the text of the assistant, and their results as messages of the user."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return tuple(_told(message, names) for message in messages)
+
+
+def _told(message: ChatMessage, names: dict[str, str]) -> ChatMessage:
+    if message.role == "tool":
+        called = names.get(message.call_id, "a function")
+        return ChatMessage("user", f"Result of {called}: {message.content or ''}")
+    if not message.calls:
+        return message
+    calls = ", ".join(f'{{"name": {json.dumps(call.name)}, "parameters": {call.arguments}}}' for call in message.calls)
+    said = f"{message.content}\n" if message.content else ""
+    return replace(message, content=f"{said}[{calls}]", calls=())
+
+
+def _rendered(template: ChatTemplate, chat: ChatPrompt, arguments: Sequence[Sequence[Any]]) -> str:
+    """Render a chat with the arguments of the calls of each message."""
+    messages = [_message(message, called) for message, called in zip(chat.messages, arguments, strict=True)]
+    final = messages[-1]["content"]
+    if chat.continue_final_message:
+        if final is None:
+            raise InvalidRequest("needs a final message with a text to go on with", field="continue_final_message")
+        messages[-1]["content"] = final + _END
+    text = template.render_chat(
+        messages,
+        [_tool(tool) for tool in chat.tools],
+        json.loads(chat.variables) if chat.variables else {},
+        add_generation_prompt=chat.add_generation_prompt,
+    )
+    return _cut_after(text, final) if chat.continue_final_message else text
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the JSON object in the text, or else the text: if it is no object, or one that not every reader of JSON takes."""
+    try:
+        values: dict[str, Any] = _ARGUMENTS.decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if obstacle(values) else values
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Return the text up to the end of the last message's content, which the model goes on with. The last end mark in it is
+    ours: a client's own would stand before it."""
+    place = text.rfind(_END.rstrip())
+    if place < 0 or content.strip() not in text:
+        raise InvalidRequest("the final message does not stand in the prompt as it is", field="continue_final_message")
+    trimmed = not text.startswith(_END, place) and bool(content.strip())
+    return text[:place].rstrip() if trimmed else text[:place]
+
+
+def _message(message: ChatMessage, arguments: Sequence[Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
+    if message.calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": shown}}
+            for call, shown in zip(message.calls, arguments, strict=True)
+        ]
+    if message.call_id:
+        made["tool_call_id"] = message.call_id
+    if message.name:
+        made["name"] = message.name
+    return made
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = json.loads(tool.parameters)
+    return {"type": "function", "function": function}

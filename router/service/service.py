@@ -25,25 +25,21 @@ from pdserve.observe.metrics_pages import MetricsPages
 from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
-from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
-from router.api.identity import KEY_BYTES, CancelTokens
+from router.api.identity import KEY_BYTES, CancelTokens, ClientNames
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.core import events as ev
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
 from router.recording.transcript import Notes
-from router.service.admission import Admission
+from router.service.admission import Admission, Grammars, check_workers, unsendable
 from router.service.bound_limits import BoundLimits
 from router.service.buffered_generation import BufferedGeneration, Deliveries, slow_clients
 from router.service.chats import Chats, constraint_named
 from router.service.explaining import Explainer
-from router.service.grammars import Grammars
-from router.service.limits import LengthLimit
-from router.service.link_fields import check_workers, unsendable
-from router.service.loop_time.loop_budget import LoopBudget
-from router.service.model import ServedModel
+from router.service.loop_time import LoopBudget
+from router.service.model import LengthLimit, ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
 from router.service.snapshots import cluster_snapshot, worker_snapshot

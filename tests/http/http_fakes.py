@@ -16,7 +16,7 @@ from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams
 from router.api.answer import Delta
-from router.api.client_names import ClientNames
+from router.api.identity import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http

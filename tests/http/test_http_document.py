@@ -19,17 +19,16 @@ from pdserve.core.limits import check_limits
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from router.api.answer import CallDelta, Delta
-from router.http.markup import html_of
+from router.http.document import html_of
 from router.openai.body import WITHOUT_EFFECT, StreamOptions
-from router.openai.chunks import Envelope, add_ids, usage
+from router.openai.chunks import Envelope, GatheredCall, add_ids, usage
 from router.openai.document.descriptions import FIELDS
 from router.openai.document.document import OPERATIONS, document
 from router.openai.document.schemas import BODIES
+from router.openai.json import hints, neutral_values
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.body import MessageItem, ReasoningItem, ReasoningOptions, TextOptions
 from router.openai.responses.request import parse_responses
-from router.openai.tool_chunks import GatheredCall
-from router.openai.unsupported import hints, neutral_values
 
 DOCUMENT = document("1.0")
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]

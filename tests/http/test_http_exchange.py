@@ -20,10 +20,9 @@ from pdserve.core.sampling import FinishReason, Placement
 from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.http import build_app
-from router.http.connections import ConnectionTable
-from router.http.exchange import AsgiExchange, ConnectionExchange
-from router.http.protocol import GuardedProtocol
-from router.http.running_calls import RunningCalls
+from router.http.protocol import ConnectionTable, GuardedProtocol
+from router.http.reply import AsgiExchange, ConnectionExchange
+from router.http.server import RunningCalls
 from router.service.buffered_generation import BufferedGeneration
 
 COMPLETIONS = "/v1/completions"

@@ -32,7 +32,7 @@ from router.openai.body import (
     ResponseFormat,
     StreamOptions,
 )
-from router.openai.ignored import MAX_NAME_CHARS, MAX_NAMES
+from router.openai.json import MAX_NAME_CHARS, MAX_NAMES
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.request import parse_responses
 

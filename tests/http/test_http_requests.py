@@ -19,9 +19,9 @@ from router.api.request import ChatMessage
 from router.http.answer import answer
 from router.http.reply import Reply
 from router.openai.body import ChatBody, CompletionBody
+from router.openai.json import hints, neutral_values
 from router.openai.request import ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import parse_responses
-from router.openai.unsupported import hints, neutral_values
 
 ENDPOINTS = {"completion": CompletionBody, "chat": ChatBody}
 HI = [{"role": "user", "content": "hi"}]

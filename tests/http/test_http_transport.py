@@ -12,14 +12,13 @@ import uvloop
 from http_fakes import MODEL, FakeApi, served
 from raw_http import Answer, connect, exchange, head, post, read_answer
 
-import router.http.body
+import router.http.door
 import router.http.protocol
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.http import serve_http
-from router.parsing.parse import Job, Parsed
-from router.parsing.parser import INLINE_BYTES, RequestParser
+from router.parsing.parser import INLINE_BYTES, Job, Parsed, RequestParser
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 STREAM = {**BODY, "stream": True}
@@ -291,8 +290,8 @@ def test_one_connection_serves_many_requests_also_pipelined() -> None:
 
 
 def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http.body, "BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(router.http.body, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.http.door, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(router.http.door, "LINGER_S", 0.1)
 
     async def run() -> None:
         async with served(FakeApi()) as base:

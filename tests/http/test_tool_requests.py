@@ -11,8 +11,8 @@ import pytest
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc.v1 import inference_pb2
 from router.api.request import ChatMessage, ChatPrompt, GenerateInput, Tool, ToolCall, ToolChoice, ToolMode
+from router.openai.prompt import MAX_TOOLS, MAX_TOOLS_BYTES, MAX_VARIABLES_BYTES
 from router.openai.request import parse_chat
-from router.openai.tools import MAX_TOOLS, MAX_TOOLS_BYTES, MAX_VARIABLES_BYTES
 from router.parsing.generate import generate_input
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -16,7 +16,7 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core.registry import Registry, Worker
-from router.service.limits import LengthLimit
+from router.service.model import LengthLimit
 from testkit.fake_worker import DECODE, PREFILL
 
 from .core_peers import FINGERPRINT, Peer, Stage, hello, row

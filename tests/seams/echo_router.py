@@ -14,9 +14,8 @@ from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Delta, Generation
-from router.api.client_names import ClientNames
 from router.api.explanation import Explanation
-from router.api.identity import KEY_BYTES, CancelTokens
+from router.api.identity import KEY_BYTES, CancelTokens, ClientNames
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import AdminApi, ModelInfo, RouterApi
 

@@ -14,7 +14,8 @@ from router.api.choices import MAX_CHOICES
 from router.api.request import SESSION_ID
 from router.openai.body import ChatBody, CompletionBody, ToolFields
 from router.openai.document.descriptions import FIELDS
-from router.openai.prompt import MAX_PARTS, MAX_PROMPTS
+from router.openai.json import HINT, INSTEAD, UNSUPPORTED
+from router.openai.prompt import MAX_PARTS, MAX_PROMPTS, MAX_TOOLS
 from router.openai.responses.body import (
     LOGPROBS,
     NEVER_INCLUDED,
@@ -26,8 +27,6 @@ from router.openai.responses.body import (
     ResponsesBody,
 )
 from router.openai.tokenization import DetokenizeBody, TokenizeBody
-from router.openai.tools import MAX_TOOLS
-from router.openai.unsupported import HINT, INSTEAD, UNSUPPORTED
 
 BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)

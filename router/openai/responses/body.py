@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from router.openai.body import EMPTY, ChatBody, Scalars, json_null
-from router.openai.unsupported import hint, neutral_values, unsupported
+from router.openai.json import hint, neutral_values, unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """The one entry of `include` that exists here."""

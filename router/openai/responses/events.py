@@ -11,12 +11,11 @@ from typing import Any, Final
 from pdserve.core.errors import PdserveError
 from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason
-from router.api.answer import CallDelta, Delta
-from router.api.timeline import report_json
-from router.openai.errors import encode_json, error_payload
+from router.api.answer import CallDelta, Delta, report_json
+from router.openai.chunks import ReasoningTokens
+from router.openai.json import encode_json, error_payload
 from router.openai.responses.output import IN_PROGRESS, CallOutput, Event, MessageOutput, OutputItem, ReasoningOutput
 from router.openai.responses.request import ResponsesCall
-from router.openai.tool_chunks import ReasoningTokens
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"

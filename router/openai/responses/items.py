@@ -12,12 +12,10 @@ import msgspec
 from msgspec import Raw
 
 from router.openai.body import Message
-from router.openai.ignored import Ignored, decode_body
-from router.openai.json import decode, refuse, show
+from router.openai.json import Ignored, decode, decode_body, refuse, refuse_unsupported, show
 from router.openai.prompt import MAX_PARTS, text_or_refusal
 from router.openai.responses.body import CallItem, CallOutputItem, ItemKind, MessageItem, ReasoningItem, TextPart
 from router.openai.responses.names import ResponseNames
-from router.openai.unsupported import refuse_unsupported
 
 _KIND: Final = msgspec.json.Decoder(ItemKind)
 _MESSAGE: Final = msgspec.json.Decoder(MessageItem)

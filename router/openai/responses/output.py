@@ -5,7 +5,7 @@ from __future__ import annotations
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, Protocol
 
-from router.openai.errors import encode_json
+from router.openai.json import encode_json
 
 IN_PROGRESS: Final = "in_progress"
 Event = tuple[bytes, bytes]

@@ -11,10 +11,20 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
 from pdserve.core.sampling import SamplingParams
 from router.openai.body import ChatBody, JsonSchema, ResponseFormat
-from router.openai.errors import encode_json
-from router.openai.ignored import NOTHING, Ignored, decode_body, joined, left_out
-from router.openai.json import decode, refuse, show
-from router.openai.request import NO_HEADERS, Call, ClassHeaders, chat_call
+from router.openai.json import (
+    NOTHING,
+    Ignored,
+    decode,
+    decode_body,
+    encode_json,
+    joined,
+    left_out,
+    refuse,
+    refuse_unsupported,
+    show,
+)
+from router.openai.prompt import MAX_TOOLS
+from router.openai.request import NO_HEADERS, SCHEMA, Call, ClassHeaders, chat_call, formats_left_out
 from router.openai.responses.body import (
     LOGPROBS,
     NEVER_INCLUDED,
@@ -27,9 +37,6 @@ from router.openai.responses.body import (
 )
 from router.openai.responses.items import ResponseTurns
 from router.openai.responses.names import ResponseNames
-from router.openai.structured import SCHEMA, formats_left_out
-from router.openai.tools import MAX_TOOLS
-from router.openai.unsupported import refuse_unsupported
 
 MAX_METADATA: Final = 16  # OpenAI's limits: pairs, and characters of a key and of a value
 MAX_KEY_CHARS: Final = 64

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # the fake router of all tests 
 from http_fakes import MODEL, FakeApi, served
 from raw_http import TIMEOUT_S, Answer, connect, exchange, head, post, read_answer
 
-from router.http import connections, protocol
-from router.http.connections import LEAST_REFUSED, PATIENCE_S, ConnectionTable
+from router.http import protocol
+from router.http.protocol import LEAST_REFUSED, PATIENCE_S, ConnectionTable
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "p"}
 COMPLETIONS = "/v1/completions"
@@ -27,7 +27,7 @@ def brief_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_connections_and_dribbled_heads_make_room_for_who_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(protocol, "PATIENCE_S", 0.0)
 
     async def run() -> None:
         async with served(FakeApi(), max_connections=16) as base:

@@ -15,8 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # the fake router of all tests 
 from http_fakes import MODEL, FakeApi, served
 from raw_http import exchange, post
 
-from router.http.exchange import AsgiExchange
-from router.http.reply import PIECE_BYTES, Reply
+from router.http.reply import PIECE_BYTES, AsgiExchange, Reply
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"

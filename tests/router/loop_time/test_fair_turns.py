@@ -7,7 +7,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from router.service.loop_time.fair_turns import LEVELS, PASSING, FairTurns, Piece
+from router.service.loop_time import LEVELS, PASSING, FairTurns, Piece
 
 NAMES = st.sampled_from("abc")
 PATHS = st.lists(NAMES, max_size=LEVELS).map(tuple)

@@ -7,7 +7,7 @@ import asyncio
 import hypothesis.strategies as st
 from hypothesis import given
 
-from router.service.loop_time.loop_budget import BUDGET_S, LoopBudget
+from router.service.loop_time import BUDGET_S, LoopBudget
 
 BOUND_S = 30.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.core.errors import Overloaded, Unavailable
-from router.service.loop_time.serial_thread import SerialThread
+from router.service.loop_time import SerialThread
 
 MANY = 64
 

@@ -9,7 +9,7 @@ import pytest
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.sampling import Placement
-from router.api.client_names import ClientNames
+from router.api.identity import ClientNames
 from router.api.request import GenerateInput
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.request import parse_responses

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.core.errors import InvalidRequest
 from pdserve.text.chat import ChatTemplate
 from router.api.request import ChatMessage, ChatPrompt
-from router.service.chat_text import chat_text
+from router.service.prompts import chat_text
 
 EACH = "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>\n{%% endfor %%}"
 TEMPLATES = {

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from pdserve.core.errors import RouterStopping
-from router.openai.errors import error_headers
+from router.openai.json import error_headers
 from router.service.service import RouterService
 
 from ..local_cluster import LocalCluster, generate_request, local_cluster, right_ids

@@ -14,8 +14,7 @@ from pdserve.core.worker import Role
 from pdserve.rpc.v1 import inference_pb2
 from router.core.events import LinkId
 from router.core.registry import Registry
-from router.service.limits import LengthLimit
-from router.service.model import ServedModel
+from router.service.model import LengthLimit, ServedModel
 from testkit.fake_worker import DECODE, PREFILL
 from testkit.random_models import write_random
 

@@ -17,8 +17,7 @@ from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded
 from pdserve.rpc.v1 import inference_pb2
 from router.api.request import ChatMessage
 from router.parsing import parser
-from router.parsing.parse import Job, JobKind, Parsed, parse
-from router.parsing.parser import INLINE_BYTES, RequestParser
+from router.parsing.parser import INLINE_BYTES, Job, JobKind, Parsed, RequestParser, parse
 from testkit.footprint import footprint
 
 PAD = "u" * INLINE_BYTES

@@ -12,7 +12,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.schedule.scheduler import Scheduler, SequenceKind
-from router.service.prefix_keys import AWAY_RUNS, MAX_BLOCKS, RUN_BLOCKS, PromptKeys
+from router.service.admission import AWAY_RUNS, MAX_BLOCKS, RUN_BLOCKS, PromptKeys
 
 FINGERPRINT = "model"
 IDS = st.lists(st.integers(0, 1), max_size=70).map(tuple)  # few ids, so that prompts begin alike

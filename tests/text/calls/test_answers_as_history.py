@@ -24,13 +24,13 @@ from pdserve.text.calls.registry import CALL_FORMS
 from pdserve.text.chat import ChatTemplate
 from router.api.answer import Delta
 from router.api.request import ChatMessage, ChatPrompt, Tool, ToolCall
+from router.openai.chunks import GatheredCall
 from router.openai.request import parse_chat
 from router.openai.responses.events import ResponseWriter
 from router.openai.responses.request import parse_responses
-from router.openai.tool_chunks import GatheredCall
 from router.service.buffered_generation import BufferedGeneration
-from router.service.chat_text import chat_chars, chat_text
-from router.service.parsed_generation import ParsedGeneration
+from router.service.chats import ParsedGeneration
+from router.service.prompts import chat_chars, chat_text
 
 ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
 REPORT = Report(Placement.COLOCATED, "", 1, 2)
