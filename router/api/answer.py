@@ -1,4 +1,5 @@
-"""The answer to a client: the tokens of a request as they come, and the report of how it was served.
+"""The answer to a client: the tokens of a request as they come, and the report of how it was served, which each answer, a
+failed one too, carries as one short line of JSON (its timeline).
 
 Both are immutable structs of msgspec, because a frozen dataclass takes six times as long to make, and each token makes one.
 """

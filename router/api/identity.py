@@ -3,6 +3,10 @@
 The router makes the request ids, so two clients never mean the same request by mistake. A connection does not identify a
 client, because proxies share connections, and an id does not prove anything, because ids are in logs. A token names the
 router's incarnation and holds a keyed hash of the request's id, so no table of tokens has to be kept.
+
+Turns between clients are fair by the names of the client, of its connection and of its call. Such a name is a keyed digest, so
+neither logs nor recordings tell addresses or API keys. Names prove nothing: whoever can send from many addresses, or invent API
+keys that nobody checks, is many clients.
 """
 
 from __future__ import annotations

@@ -57,15 +57,11 @@ async def serve_http(
     running = RunningCalls()
     fixed = limits.max_connections
     table = ConnectionTable(fixed or (lambda: min(api.streams, most_connections)), api.connection_refused)
-    return await start_server(_app(api, parser, running, limits), running, host, port, limits, table)
+    return await start_server(build_app(api, parser, running, limits), running, host, port, limits, table)
 
 
-def build_app(api: RouterApi, parser: RequestParser) -> Application:
-    """Return the application alone, for any ASGI server."""
-    return _app(api, parser, RunningCalls(), DEFAULT_LIMITS)
-
-
-def _app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Application:
+def build_app(api: RouterApi, parser: RequestParser, running: RunningCalls, limits: RouterConfig) -> Application:
+    """Return the application alone. The server of this package alone can serve it."""
     info = _Info(api)
     metrics = [metrics_route(api, limits)] if limits.metrics_on_http else []
     budget = BodyBudget(limits.max_inflight_body_bytes)
@@ -136,7 +132,7 @@ class _Generate:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope, receive, send)
+        exchange = exchange_of(scope)
         with self._answers.share() as owed:
             await self._serve(scope, receive, exchange, Reply(exchange, owed))
 

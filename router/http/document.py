@@ -1,4 +1,6 @@
-"""The endpoints that describe the HTTP front end. The document never changes, so it is made once, when it is asked for."""
+"""The endpoints that describe the HTTP front end: the OpenAPI document, and the same as one file of HTML, which loads nothing.
+The document never changes, so it is made once, when it is asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""The door refuses by the head of a request alone, whatever its route: web pages that nobody has allowed, and encoded bodies.
+"""The door refuses what no route has to see: by the head of a request alone, and by the size and the pace of its body.
 
 A browser lets any page send requests to loopback, and names the page's origin in them. A page can also point a name of its own
 at loopback, and is then of the same origin as the server; the name stands in Host. Clients that are no browsers send no Origin.
+
+Request bodies are read from clients that are not trusted, so their bytes and their time are bounded. Refusals have OpenAI's
+shape, also those of the protocol and for unknown paths.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
 from pdserve.core.settings.types import is_loopback
 from router.api.identity import ClientNames
-from router.http.reply import EXTENSION, ConnectionExchange, Exchange, Headers, Reply
+from router.http.reply import Exchange, Headers, Reply, exchange_of
 from router.openai.json import encode_json
 from router.parsing.parser import BodyShare
 
@@ -57,8 +60,7 @@ class Door:
         if origin is None:
             await self._app(scope, receive, send)
             return
-        exchange: ConnectionExchange = scope["extensions"][EXTENSION]
-        exchange.add_headers(self._shared_with(origin))
+        exchange_of(scope).add_headers(self._shared_with(origin))
         if scope["method"] == "OPTIONS" and header(scope, "access-control-request-method") is not None:
             await Response(None, 204, _preflight(scope))(scope, receive, send)
         else:

@@ -35,7 +35,7 @@ from router.http.door import (
     too_many_connections,
     trailers_too_large,
 )
-from router.http.reply import EXTENSION, ConnectionExchange
+from router.http.reply import EXTENSION, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._trailer_bytes = 0
         self._declined = False  # this head offers another protocol, and the parser stops at it
         self._running: RequestResponseCycle | None = None  # the request that is being answered; others may wait behind it
-        self._exchange: ConnectionExchange | None = None  # that of `_running`
+        self._exchange: Exchange | None = None  # that of `_running`
         self._behind_bytes: deque[int] = deque()  # of each request that waits behind `_running`, the newest first
         self._timer: asyncio.TimerHandle | None = None
 
@@ -103,7 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._behind_bytes:
             self._behind_bytes.pop()
         self._running = cycle
-        self._exchange = ConnectionExchange(cycle)
+        self._exchange = Exchange(cycle)
         scope: Any = cycle.scope
         scope["extensions"] = {EXTENSION: self._exchange}
         super()._start_asgi_task(cycle, app)
@@ -361,7 +361,13 @@ class Connection(Protocol):
 
 class ConnectionTable:
     """The connections of one HTTP server, which owns this. At most `max_connections` are in it, each from `admit` to
-    `forget`."""
+    `forget`, and a new one may push out an old one.
+
+    A connection without a request waits: for a request, or for the rest of its head. One that has been answered makes room
+    first, the one that has waited longest before the others, because its client can ask again. One that has only come, or has
+    begun a head, gets some seconds for it, and makes room when these are over. So neither idle clients nor clients that send a
+    head very slowly lock others out for long, and nobody is pushed out while its request is on the way.
+    """
 
     def __init__(
         self,
@@ -448,7 +454,9 @@ _OFFER: Final = {b"upgrade", b"http2-settings"}  # names of headers and options 
 
 
 def declined(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the head without the offer. Names in `headers` are in lower case, and values hold no line ends, since the head was
+    """Return the head without its offer to go on in another protocol, as RFC 9110 section 7.8 allows. httptools treats every
+    offer as accepted and stops at the head, whether a body follows or not. Java's HttpClient and `curl --http2` offer HTTP/2
+    with each first request. Names in `headers` are in lower case, and values hold no line ends, since the head was
     parsed before."""
     lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
     for name, value in headers:

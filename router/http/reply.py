@@ -1,12 +1,11 @@
-"""One HTTP answer: a whole JSON object, or an SSE stream that its first event opens."""
+"""One HTTP request on its connection, and its answer: a whole JSON object, or an SSE stream that its first event opens."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from pdserve.core.error_table import TABLE
@@ -183,81 +182,15 @@ def _failure(error: PdserveError, report: Report | None) -> bytes:
 
 Headers = list[tuple[bytes, bytes]]
 EXTENSION: Final = "pdserve.exchange"
-"""The name in a scope's `extensions` under which this package's server puts the `ConnectionExchange`."""
+"""The name in a scope's `extensions` under which this package's server puts the `Exchange`."""
 
 
-class Exchange(Protocol):
-    """The request and its answer. The task of the request owns it."""
+class Exchange:
+    """One HTTP request and its answer on uvicorn's cycle of a request, whose state it keeps. The task of the request owns it.
 
-    def whole_body(self) -> bytes | None:
-        """Return the body and take it, if all of it has come. None: it has to be received."""
-
-    def on_gone(self, callback: Callable[[], object]) -> Callable[[], object]:
-        """Call `callback` once when the client leaves. Return a function that ends this. The body must have been received."""
-
-    async def start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
-        """Write the head and the first part of the body. `headers` have the length of the body, unless it is a stream."""
-
-    async def write(self, body: bytes, *, more: bool) -> None:
-        """Write a further part of the body. It is the last one unless there is `more`."""
-
-    @property
-    def keeps_up(self) -> bool:
-        """True while the client takes what is written, and `write_now` may be called. It may always be False."""
-
-    def write_now(self, body: bytes) -> None:
-        """Write a further part of the body, with more to come."""
-
-
-def exchange_of(scope: Scope, receive: Receive, send: Send) -> Exchange:
-    """Return the exchange of an ASGI request."""
-    found: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
-    return found or AsgiExchange(receive, send)
-
-
-class AsgiExchange:
-    """Implements `Exchange` for a server that is not known. A task waits for the client to leave."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-
-    def whole_body(self) -> bytes | None:
-        """Implements `Exchange.whole_body`."""
-        return None
-
-    def on_gone(self, callback: Callable[[], object]) -> Callable[[], object]:
-        """Implements `Exchange.on_gone`."""
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            callback()
-
-        return asyncio.create_task(watch()).cancel
-
-    async def start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
-        """Implements `Exchange.start`."""
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.write(body, more=more)
-
-    async def write(self, body: bytes, *, more: bool) -> None:
-        """Implements `Exchange.write`."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-    @property
-    def keeps_up(self) -> bool:
-        """Implements `Exchange.keeps_up`. Writing may take a task of any ASGI server some time."""
-        return False
-
-    def write_now(self, body: bytes) -> None:
-        """Implements `Exchange.write_now`."""
-        raise AssertionError("nobody is told that the client keeps up")
-
-
-class ConnectionExchange:
-    """Implements `Exchange` on uvicorn's cycle of a request, whose state it keeps. Routes that do not use it write by the
-    cycle. It does not serve HEAD requests and statuses without a body."""
+    It writes the head of an answer together with what follows it, knows a body that has come whole, and tells at once that the
+    client has left. Routes that do not use it write by the cycle. It does not serve HEAD requests and statuses without a body.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -281,7 +214,7 @@ class ConnectionExchange:
     # The route's side --------------------------------------------------------------------------------------------------
 
     def whole_body(self) -> bytes | None:
-        """Implements `Exchange.whole_body`."""
+        """Return the body and take it, if all of it has come. None: it has to be received."""
         cycle = self._cycle
         if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
             return None
@@ -291,7 +224,7 @@ class ConnectionExchange:
         return body
 
     def on_gone(self, callback: Callable[[], object]) -> Callable[[], object]:
-        """Implements `Exchange.on_gone`."""
+        """Call `callback` once when the client leaves. Return a function that ends this. The body must have been received."""
         if self._cycle.disconnected:
             callback()
         else:
@@ -303,7 +236,8 @@ class ConnectionExchange:
         self._gone = None
 
     async def start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
-        """Implements `Exchange.start`. Raises `RuntimeError` for a header with a line end, which would begin another one."""
+        """Write the head and the first part of the body. `headers` have the length of the body, unless it is a stream. Raises
+        `RuntimeError` for a header with a line end, which would begin another one."""
         cycle = self._cycle
         if cycle.flow.write_paused:
             await cycle.flow.drain()
@@ -325,7 +259,7 @@ class ConnectionExchange:
         self._put(STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", body, more=more)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Implements `Exchange.write`."""
+        """Write a further part of the body. It is the last one unless there is `more`."""
         flow = self._cycle.flow
         if flow.write_paused:
             await flow.drain()
@@ -334,11 +268,11 @@ class ConnectionExchange:
 
     @property
     def keeps_up(self) -> bool:
-        """Implements `Exchange.keeps_up`."""
+        """True while the client takes what is written, and `write_now` may be called."""
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write_now(self, body: bytes) -> None:
-        """Implements `Exchange.write_now`."""
+        """Write a further part of the body, with more to come."""
         self._put(b"", body, more=True)
 
     def _put(self, head: bytes, body: bytes, *, more: bool) -> None:
@@ -356,3 +290,9 @@ class ConnectionExchange:
             if not cycle.keep_alive:
                 cycle.transport.close()
             cycle.on_response()
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """Return the exchange of a request."""
+    found: Exchange = scope["extensions"][EXTENSION]
+    return found

@@ -1,5 +1,6 @@
-"""The listening socket of the HTTP front end and its life. The server runs in the router's own loop, without signal
-handlers."""
+"""The listening socket of the HTTP front end and its life, and the running calls, which end from outside when the server
+closes. The server runs in the router's own loop, without signal handlers.
+"""
 
 from __future__ import annotations
 

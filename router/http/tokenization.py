@@ -35,7 +35,7 @@ class Tokenization:
         self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope, receive, send)
+        exchange = exchange_of(scope)
         reply = Reply(exchange)
         reply.correlate(header(scope, CORRELATION_ID_METADATA))
         try:

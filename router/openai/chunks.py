@@ -2,7 +2,7 @@
 
 A streamed token costs one JSON-encoded string. All else in its chunk is the same for the whole request, and all but two values
 are the same for every request of its kind, so they are encoded once. (To encode the object anew for each token costs several
-times as much as to send it.)
+times as much as to send it.) Calls and reasoning are rare and have functions of their own.
 """
 
 from __future__ import annotations

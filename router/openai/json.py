@@ -1,6 +1,16 @@
-"""Reads a client's JSON into a typed structure: an error names each value of the wrong type, and no value is converted.
+"""JSON of clients, which is read strictly, and of answers and errors in OpenAI's shape.
 
-Errors name the field as the client wrote it, with its place in a list (`messages[1].content[0].type`).
+A client's JSON becomes a typed structure: an error names each value of the wrong type, and no value is converted. Errors name
+the field as the client wrote it, with its place in a list (`messages[1].content[0].type`).
+
+A field that no API documents is left out, and the client is told its name. A body is decoded strictly at first, so a request
+without such fields pays nothing. If the decoder meets one, a second pass leaves all of them out and keeps their names. A name
+is a client's text, so it is cut and reduced to characters that are safe in a header.
+
+A field of OpenAI's or vLLM's API may have an effect that does not exist here. A client that asks for the effect gets an error.
+A client that sends the neutral value, as many libraries always do, is served. If such fields were ignored, the answer would
+quietly differ from what was asked for. A hint is a field that only says how the server may go about its work, or what else it
+may tell: any value is taken, and what is not neutral is listed as left out.
 """
 
 from __future__ import annotations
@@ -94,6 +104,8 @@ def _refusal(error: msgspec.ValidationError, field: str) -> InvalidRequest:
     return refuse(field.removeprefix(".") or "body", message)
 
 
+# Answers and errors ------------------------------------------------------------------------------------------------
+
 _OPENAI_CODES: Final = {ErrorCode.UNKNOWN_MODEL: "model_not_found"}
 """Clients match on the codes that OpenAI itself has. For other errors our own codes say more."""
 _OVERFLOW_CODE: Final = "context_length_exceeded"
@@ -122,6 +134,8 @@ def error_headers(error: PdserveError) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(max(1, math.ceil(wait_s))).encode()), *close]
     return [(b"x-should-retry", b"false")] if row.http >= 500 else []
 
+
+# Fields that are left out ------------------------------------------------------------------------------------------
 
 MAX_NAMES: Final = 16  # of the fields that an answer lists; the others are counted
 MAX_NAME_CHARS: Final = 64  # of one field's own name
@@ -247,6 +261,8 @@ def _struct_in(kind: Any) -> type[Struct] | None:
         return kind
     return next((found for part in get_args(kind) if (found := _struct_in(part)) is not None), None)
 
+
+# Fields whose effect does not exist --------------------------------------------------------------------------------
 
 MAX_SMALL_BYTES: Final = 100  # bytes of JSON; no neutral value is larger, so a larger value is never decoded
 UNSUPPORTED: Final = "neutral"

@@ -1,9 +1,10 @@
-"""The prompts of a request body: text, token ids, several of either, or chat messages."""
+"""The prompts of a request body: text, token ids, several of either, or a chat with its tools, the choice among them, and what
+its template gets beside messages."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -144,11 +145,11 @@ EFFORT: Final = "reasoning_effort"
 _NO_EFFORT: Final = "none"
 
 
-def read_chat(body: ChatBody, read_messages: Callable[[], tuple[ChatMessage, ...]]) -> Prompt:
+def read_chat(body: ChatBody) -> Prompt:
     """Return the prompt of a chat. Raises `InvalidRequest` naming the field."""
     tools = read_tools([bytes(raw) for raw in body.tools or ()])
     variables = _variables(body)
-    messages = read_messages()
+    messages = read_messages(body.messages)
     opens = body.add_generation_prompt is not False
     goes_on = body.continue_final_message or False
     if goes_on:

@@ -50,7 +50,7 @@ from router.openai.json import (
     renamed,
     show,
 )
-from router.openai.prompt import ANY_NUMBER, EFFORT, read_chat, read_messages, read_prompts, read_tool_choice, token_ids
+from router.openai.prompt import ANY_NUMBER, EFFORT, read_chat, read_prompts, read_tool_choice, token_ids
 
 MAX_ID_CHARS: Final = 128  # of a client's own id, which becomes a header of the answer and a field of log lines
 _CORRELATION_ID: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")
@@ -145,7 +145,7 @@ def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
 def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
     """Return the call of a chat. Raises `InvalidRequest` naming the field."""
     hints = refuse_unsupported(fields)
-    call = _call(fields, header_id, headers, (read_chat(fields, lambda: read_messages(fields.messages)),))
+    call = _call(fields, header_id, headers, (read_chat(fields),))
     inputs = tuple(replace(one, tool_choice=read_tool_choice(fields)) for one in call.inputs)
     return _with_ignored(replace(call, inputs=inputs), [hints])
 
@@ -155,9 +155,10 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
     include_usage, continuous_usage, hints = _stream_options(body.stream_options, stream)
     request_id = new_request_id()
     correlation_id = _correlation_id(body.request_id, header_id)
+    shown = read_shown(body)
     common = GenerateInput(
         prompt=prompts[0],
-        sampling=read_sampling(body),
+        sampling=read_sampling(body, shown),
         model=body.model,
         request_id=request_id,
         correlation_id=correlation_id,
@@ -182,7 +183,7 @@ def _call(body: CompletionBody | ChatBody, header_id: str | None, headers: Class
         correlation_id,
         return_token_ids=body.return_token_ids or False,
         choices=choices,
-        shown=read_shown(body),
+        shown=shown,
         names=written_names(body),
         ignored=hints,
     )
@@ -250,6 +251,8 @@ def _correlation_id(body_id: str | None, header_id: str | None) -> str:
     return body_id
 
 
+# Sampling and options ----------------------------------------------------------------------------------------------
+
 COMPLETION_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for /v1/completions only; a chat answer may use the whole context
 _MAX_TOKENS: Final = limit_of(SamplingParams, "max_tokens", IntRange)
 _LOGPROBS: Final = limit_of(SamplingParams, "logprobs", IntRange)
@@ -260,12 +263,13 @@ _PLAIN: Final = tuple(name for name in Scalars.__struct_fields__ if name not in 
 _BIAS: Final = msgspec.json.Decoder(float)
 
 
-def read_sampling(body: CompletionBody | ChatBody) -> dict[str, Any]:
-    """Return the fields that the client set, under the router's names. Raises `InvalidRequest` naming the field.
+def read_sampling(body: CompletionBody | ChatBody, shown: PromptShown) -> dict[str, Any]:
+    """Return the fields that the client set, under the router's names. `shown`: the parts of the prompt that it asks
+    for. Raises `InvalidRequest` naming the field.
 
     A field is read here only if its name or its form differs from the router's.
     """
-    chat, shown = isinstance(body, ChatBody), read_shown(body)
+    chat = isinstance(body, ChatBody)
     values: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None} | {
         "max_tokens": 1 if shown.hides_output else _max_tokens(body) or (None if chat else COMPLETION_DEFAULT_MAX_TOKENS),
         "top_k": 0 if body.top_k == -1 else body.top_k,  # vLLM's clients write -1 for off, the router 0
@@ -373,6 +377,8 @@ def _chat_logprobs(body: ChatBody) -> int | None:
     return None
 
 
+# Choices: OpenAI's `n` and `best_of`, and vLLM's `use_beam_search` and `length_penalty` ------------------------------
+
 _BEAMS = "use_beam_search"
 
 
@@ -409,10 +415,12 @@ def _beams(body: CompletionBody | ChatBody, n: int, best_of: int | None, common:
     return Choices(n, beam_width=n, length_penalty=penalty)
 
 
+# The names of fields as the client wrote them, for errors of the router, which has one name for each value -----------
+
 Names = tuple[tuple[str, str], ...]
 """Pairs of the router's name of a field and the client's. The name of a field inside it begins with its name and a dot."""
 
-_RESPONSE_FORMAT: Final = "response_format"
+_FORMAT: Final = "response_format"
 
 
 def written_names(body: Body) -> Names:
@@ -423,8 +431,8 @@ def written_names(body: Body) -> Names:
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         names.append((f"chat_template_kwargs.{EFFORT}", EFFORT))
     if body.response_format is not None:
-        names.append((SCHEMA, f"{_RESPONSE_FORMAT}.json_schema.schema"))
-        names.append((FIELD, _RESPONSE_FORMAT))
+        names.append((SCHEMA, f"{_FORMAT}.json_schema.schema"))
+        names.append((FIELD, _FORMAT))
     if isinstance(body, CompletionBody) and body.echo and body.prompt_logprobs is None:
         names.append(("prompt_logprobs", "logprobs"))
     return tuple(names)
@@ -442,12 +450,13 @@ def as_written(names: Names) -> Iterator[None]:
         raise
 
 
+# The constraint: `response_format` as OpenAI names it, `structured_outputs` as vLLM does -----------------------------
+
 Fields = Mapping[str, msgspec.Raw]
 
 _TEXT: Final = msgspec.json.Decoder(str)
 _TEXTS: Final = msgspec.json.Decoder(tuple[str, ...])
 _TRUTH: Final = msgspec.json.Decoder(bool)
-_FORMAT: Final = "response_format"
 _KINDS: Final = {kind.value: kind for kind in ConstraintKind}
 SCHEMA: Final = f"{FIELD}.{ConstraintKind.JSON_SCHEMA.value}"
 """The router's name of a schema."""

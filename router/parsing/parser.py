@@ -3,6 +3,8 @@
 msgspec and protobuf hold the interpreter lock from a body's first byte to its last. 8 MiB take up to 0.5 s, during which no
 token and no heartbeat would move, in any thread. So a child process parses the large ones, one after the other. The first large
 request starts it, and it ends with the router.
+
+The same code parses both. The bodies of all large requests in progress, and all large answers, have a budget of memory.
 """
 
 from __future__ import annotations

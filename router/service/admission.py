@@ -1,4 +1,8 @@
-"""Admission: each error of a client is found here, and the error names the field and the limit."""
+"""Admission: each error of a client is found here, and the error names the field and the limit.
+
+No request goes to a worker of an older release that would ignore a field of it. The full blocks of a prompt get their keys
+here, which name them to the core's index of held prefixes, and a client's grammar is compiled, so that each compiles in time.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +109,7 @@ class Admission:
         self._check_placement(request.placement, len(prompt_ids))
         spec = RequestSpec(
             prompt_ids,
-            self._sampling(request.sampling, len(prompt_ids), prompt_field),
+            self._sampling(request.sampling, len(prompt_ids), prompt_field, limit),
             **self._options(request.options, slo),
             tpot_s=slo.tpot_s or 0.0,
             client=number_of(request.client[:-1]),
@@ -195,11 +199,10 @@ class Admission:
             raise InvalidRequest(f"must be at most {limit_s:g}{of_class}, got {asked:g}", field="deadline_s")
         return asked
 
-    def _sampling(self, fields: Mapping[str, Any], prompt_len: int, prompt_field: str) -> SamplingParams:
-        limit = self._limit.max_model_len
+    def _sampling(self, fields: Mapping[str, Any], prompt_len: int, prompt_field: str, limit: int) -> SamplingParams:
         values = dict(fields)
         if "max_tokens" not in values:
-            values["max_tokens"] = self._limit.open_ended_room(prompt_len)
+            values["max_tokens"] = self._limit.open_ended_room(prompt_len, limit)
         if "seed" not in values:
             values["seed"] = self._draw_seed()
         if "logit_bias" in values:
@@ -265,7 +268,11 @@ _Run = tuple[BlockHash, tuple[int, ...]]
 
 
 class PromptKeys:
-    """Computes the keys of prompts. One loop uses it."""
+    """Computes the keys of prompts. One loop uses it.
+
+    Keys come from the chain of hashes that the workers compute (`core.block_hash`), so they are computed here once, outside of
+    the core. Most prompts begin as an earlier one did: a memo of chains makes 16 blocks cost one look-up instead of 16 hashes.
+    """
 
     def __init__(self, model_name: Callable[[], str], max_runs: int = MAX_RUNS) -> None:
         """`model_name` returns what the workers' salts name their weights by at present: their digest."""

@@ -1,4 +1,4 @@
-"""Chats at the door: which calls a request may make, and who reads calls and reasoning from its output.
+"""Chats at the door: which calls a request may make, and how calls and reasoning are read from the text of its output.
 
 Everything here depends on the request and on the output's text alone. So an answer is the same in two pools and in one, and
 after a replay.

@@ -1,7 +1,12 @@
-"""A thread for work that would hold the loop. It does one piece of work at a time.
+"""The time of the router's loop: work that would hold it goes to a thread, and requests share its turns.
 
-A caller waits for its turn on the loop, and when it leaves, its work is dropped with it. An executor would keep the work in its
-queue until the thread came to it, so clients that leave could make it hold any number of requests.
+The thread does one piece of work at a time. A caller waits for its turn on the loop, and when it leaves, its work is dropped
+with it. An executor would keep the work in its queue until the thread came to it, so clients that leave could make it hold any
+number of requests.
+
+Clients, their connections and their calls take turns by fair queueing, as waiting requests do (`router.core.turns`). The
+size of a piece is known before it begins, so small ones may pass: the flow is next whose tag plus `PASSING` times its smallest
+piece is lowest. Tags rise with service, so the work that passes a large piece is bounded.
 """
 
 from __future__ import annotations

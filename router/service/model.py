@@ -1,4 +1,9 @@
-"""The router's knowledge of the served model: its card, tokenizer and limits. It has no weights."""
+"""The router's knowledge of the served model: its card, its tokenizer and the length of a request. It has no weights.
+
+Settings bound the length of a request, and so do the KV pools of the workers. The size of a pool that was measured on a GPU is
+known only from the worker itself, and pools may differ. A request must fit wherever it may be placed: in both roles, and in
+each role on the worker that holds most.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +78,10 @@ class LengthLimit:
                 limit = longest
         return limit
 
-    def open_ended_room(self, prompt_len: int) -> int:
+    def open_ended_room(self, prompt_len: int, limit: int) -> int:
         """Return the output tokens of a request that names no `max_tokens`: as many as fit on every decode worker that is
-        nearly as long as the longest one. This is at most `max_model_len` less the prompt, and below 1 when the prompt alone is
-        too long."""
-        limit = self.max_model_len
+        nearly as long as the longest one. `limit` is `max_model_len`. The result is at most that less the prompt, and below 1
+        when the prompt alone is too long."""
         longest = limit - prompt_len
         lengths = (worker.hello.max_model_len for worker in self._registry.of_role(Role.DECODE) if not worker.draining)
         rooms = [min(length, limit) - prompt_len for length in lengths]

@@ -1,4 +1,7 @@
-"""Prompts as clients write them become token ids. Long prompts are encoded in a thread."""
+"""Prompts as clients write them become token ids. Long prompts are encoded in a thread.
+
+What a client wrote in a chat becomes the variables of the chat template, as in transformers and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,15 @@ class PromptEncoder:
         """Return the ids of a prompt: at least one, each in range. The caller checks the length of encoded text. With
         `must_fit`, a text that cannot fit is refused before it is encoded. Raises `InvalidRequest` naming `prompt` or
         `messages`, and `Overloaded` when too many long prompts of this client wait."""
+        limit = self._limit.max_model_len
         if isinstance(prompt, str):
-            return await self._text(prompt, "prompt", client, special_tokens=add_special_tokens, must_fit=must_fit)
+            return await self._text(prompt, "prompt", client, limit, special_tokens=add_special_tokens, must_fit=must_fit)
         if isinstance(prompt, ChatPrompt):
-            return await self._chat(prompt, client, must_fit=must_fit)
+            return await self._chat(prompt, client, limit, must_fit=must_fit)
         if prompt and isinstance(prompt[0], ChatMessage):
-            return await self._chat(ChatPrompt(prompt), client, must_fit=must_fit)
-        self._check_count(len(prompt))  # comes before the ids are walked: a body has room for millions
+            return await self._chat(ChatPrompt(prompt), client, limit, must_fit=must_fit)
+        if len(prompt) >= limit:  # comes before the ids are walked: a body has room for millions
+            raise ContextOverflow.of_prompt(f"{len(prompt)} tokens", limit, field="prompt")
         return self._ids(cast(tuple[int, ...], prompt))
 
     async def decode(self, asked: DetokenizeInput) -> str:
@@ -73,11 +78,6 @@ class PromptEncoder:
             lambda: decode(ids, skip_special_tokens=asked.skip_special_tokens), asked.client, len(ids)
         )
 
-    def _check_count(self, count: int) -> None:
-        limit = self._limit.max_model_len
-        if count >= limit:
-            raise ContextOverflow.of_prompt(f"{count} tokens", limit, field="prompt")
-
     def _ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         if not ids:
             raise InvalidRequest("is empty", field="prompt")
@@ -88,25 +88,27 @@ class PromptEncoder:
             raise InvalidRequest(f"token id {wrong} is not in [0, {vocab_size - 1}]", field="prompt")
         return ids
 
-    async def _chat(self, chat: ChatPrompt, client: Path, *, must_fit: bool) -> tuple[int, ...]:
+    async def _chat(self, chat: ChatPrompt, client: Path, limit: int, *, must_fit: bool) -> tuple[int, ...]:
         template = self._model.tokenizer.chat_template
         if template is None:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a text prompt", field="messages")
         chars = chat_chars(chat)
-        self._check_chars(chars, "messages")
+        _check_chars(chars, "messages", limit)
         size = chars + PART_CHARS * chat_parts(chat)
         if size <= INLINE_CHARS:
             text = chat_text(template, chat)
         else:
             text = await self._thread.run(lambda: chat_text(template, chat), client, size)
-        return await self._text(text, "messages", client, special_tokens=False, must_fit=must_fit)
+        return await self._text(text, "messages", client, limit, special_tokens=False, must_fit=must_fit)
 
-    async def _text(self, text: str, field: str, client: Path, *, special_tokens: bool, must_fit: bool) -> tuple[int, ...]:
+    async def _text(
+        self, text: str, field: str, client: Path, limit: int, *, special_tokens: bool, must_fit: bool
+    ) -> tuple[int, ...]:
         if not text:
             raise InvalidRequest("is empty", field=field)
-        self._check_chars(len(text), field)
-        if must_fit:
-            self._check_least(text, field)
+        _check_chars(len(text), field, limit)
+        if must_fit and len(text) >= limit and (least := self._model.tokenizer.least_tokens(text)) >= limit:
+            raise ContextOverflow.of_prompt(f"at least {least} tokens", limit, field=field)
         encode = self._model.tokenizer.encode
         if len(text) <= INLINE_CHARS:
             ids = encode(text, add_special_tokens=special_tokens)
@@ -116,16 +118,10 @@ class PromptEncoder:
             raise InvalidRequest("has no tokens", field=field)
         return tuple(ids)
 
-    def _check_chars(self, count: int, field: str) -> None:
-        limit = self._limit.max_model_len
-        if count > limit * MAX_CHARS_PER_TOKEN:
-            raise ContextOverflow.of_prompt(f"more than {limit} tokens, since it has {count} characters", limit, field=field)
 
-    def _check_least(self, text: str, field: str) -> None:
-        limit = self._limit.max_model_len
-        least = self._model.tokenizer.least_tokens(text) if len(text) >= limit else 0
-        if least >= limit:
-            raise ContextOverflow.of_prompt(f"at least {least} tokens", limit, field=field)
+def _check_chars(count: int, field: str, limit: int) -> None:
+    if count > limit * MAX_CHARS_PER_TOKEN:
+        raise ContextOverflow.of_prompt(f"more than {limit} tokens, since it has {count} characters", limit, field=field)
 
 
 _END: Final = "THE_FINAL_MESSAGE_ENDS_HERE "

@@ -20,6 +20,7 @@ from router.api.identity import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
+from router.http.server import RunningCalls
 from router.parsing.parser import RequestParser
 
 MODEL = "org/tiny"
@@ -174,8 +175,8 @@ class FakeApi:
 
 
 def app_of(api: FakeApi) -> Starlette:
-    """The application alone, as `asgi_post` calls it."""
-    return build_app(api, api.parser)
+    """The application alone, as `protocol_post` calls it."""
+    return build_app(api, api.parser, RunningCalls(), RouterConfig())
 
 
 @asynccontextmanager

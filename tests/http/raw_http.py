@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Message
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from router.http.protocol import ConnectionTable, GuardedProtocol
 
 TIMEOUT_S = 60.0
 
@@ -74,22 +78,54 @@ async def exchange(base: str, request: bytes) -> Answer:
         writer.close()
 
 
-async def asgi_post(app: ASGIApp, path: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Answer:
-    """The application without a socket; the client never leaves."""
-    inbox: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[Message] = []
+class Writes(asyncio.Transport):
+    """A transport that keeps what is written to it."""
 
-    async def receive() -> Message:
-        if not inbox:
-            await asyncio.Event().wait()
-        return inbox.pop()
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        super().__init__(extra)
+        self.parts: list[bytes] = []
+        self.closed = False
 
-    async def send(message: Message) -> None:
-        sent.append(message)
+    def write(self, data: Any) -> None:
+        self.parts.append(bytes(data))
 
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-             "headers": list(headers), "http_version": "1.1", "scheme": "http", "state": {}}  # fmt: skip
-    await asyncio.wait_for(app(scope, receive, send), TIMEOUT_S)
-    assert not sent[-1].get("more_body")
-    start_headers = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-    return Answer(sent[0]["status"], start_headers, b"".join(message["body"] for message in sent[1:]))
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
+
+    def write_eof(self) -> None:
+        """The client reads on."""
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        """Nothing is read."""
+
+    def resume_reading(self) -> None:
+        """Nothing is read."""
+
+
+async def protocol_post(app: ASGIApp, path: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Answer:
+    """The application behind the real protocol of a connection, without a socket; the client never leaves."""
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
+    state = ServerState()
+    protocol = GuardedProtocol(ConnectionTable(1), TIMEOUT_S, config=config, server_state=state, app_state={})
+    transport = Writes()
+    protocol.connection_made(transport)
+    lines = [b"POST %s HTTP/1.1" % path.encode(), b"host: localhost", b"content-length: %d" % len(body)]
+    lines += [b"%s: %s" % header for header in headers]
+    protocol.data_received(b"\r\n".join([*lines, b"", body]))
+    async with asyncio.timeout(TIMEOUT_S):
+        while state.tasks:
+            await asyncio.gather(*state.tasks)
+    protocol.connection_lost(None)
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"".join(transport.parts))
+    reader.feed_eof()
+    return await read_answer(reader)

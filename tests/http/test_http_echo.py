@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from http_fakes import MODEL, WORDS, FakeApi, app_of
-from raw_http import asgi_post
+from raw_http import protocol_post
 
 from router.openai.echo import PromptView
 
@@ -21,7 +21,7 @@ SCORES = [-at - 0.25 for at in range(1, len(PROMPT))]
 
 def post(path: str, **fields: Any) -> Any:
     async def run() -> Any:
-        return await asgi_post(app_of(FakeApi()), path, json.dumps({"model": MODEL, **fields}).encode())
+        return await protocol_post(app_of(FakeApi()), path, json.dumps({"model": MODEL, **fields}).encode())
 
     return asyncio.run(run())
 
@@ -110,7 +110,7 @@ def test_others_have_their_turn_between_pieces_of_the_prompts_of_many_choices(
         listed = {} if stream else {"prompt_logprobs": 1}
         body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 2, "n": 8, "stream": stream} | listed
         try:
-            return await asgi_post(app_of(FakeApi()), "/v1/completions", json.dumps(body).encode())
+            return await protocol_post(app_of(FakeApi()), "/v1/completions", json.dumps(body).encode())
         finally:
             task.cancel()
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import uvicorn
 from http_fakes import MODEL, FakeApi
-from raw_http import post
+from raw_http import Writes, post
 from uvicorn.server import ServerState
 
+from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, Unavailable
 from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
@@ -21,7 +22,7 @@ from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.http import build_app
 from router.http.protocol import ConnectionTable, GuardedProtocol
-from router.http.reply import AsgiExchange, ConnectionExchange
+from router.http.reply import Exchange
 from router.http.server import RunningCalls
 from router.service.buffered_generation import BufferedGeneration
 
@@ -30,37 +31,12 @@ BODY = {"model": MODEL, "prompt": "p", "stream": True}
 TIMEOUT_S = 60.0
 
 
-class Writes(asyncio.Transport):
-    """A transport that keeps what is written to it."""
-
-    def __init__(self, extra: dict[str, Any] | None = None) -> None:
-        super().__init__(extra)
-        self.parts: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        self.parts.append(bytes(data))
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        """Nothing is read."""
-
-    def resume_reading(self) -> None:
-        """Nothing is read."""
-
-
 async def connection(
     api: FakeApi, stalled_s: float = TIMEOUT_S, transport: Writes | None = None
 ) -> tuple[GuardedProtocol, Writes, ServerState]:
-    config = uvicorn.Config(build_app(api, api.parser), lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        build_app(api, api.parser, RunningCalls(), RouterConfig()), lifespan="off", log_config=None, access_log=False
+    )
     state = ServerState()
     protocol = GuardedProtocol(ConnectionTable(9), stalled_s, config=config, server_state=state, app_state={})
     transport = transport or Writes()
@@ -207,7 +183,7 @@ def test_a_header_with_a_line_end_is_not_written() -> None:
         protocol, transport, state = await connection(api)
         protocol.data_received(post(COMPLETIONS, BODY))
         with pytest.raises(RuntimeError):
-            await ConnectionExchange(protocol.cycle).start(200, [(b"x-request-id", b"a\r\nset-cookie: b")], b"", more=False)
+            await Exchange(protocol.cycle).start(200, [(b"x-request-id", b"a\r\nset-cookie: b")], b"", more=False)
         assert not transport.parts
         protocol.connection_lost(None)
         await ended(state)
@@ -219,40 +195,47 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-async def silent() -> Any:
-    await asyncio.Event().wait()
+async def exchange(api: FakeApi) -> tuple[Exchange, GuardedProtocol, ServerState]:
+    """The exchange of a request whose answer waits behind the gate."""
+    api.gate.clear()
+    protocol, _, state = await connection(api)
+    protocol.data_received(post(COMPLETIONS, BODY))
+    return Exchange(protocol.cycle), protocol, state
 
 
-async def leaves() -> Any:
-    return {"type": "http.disconnect"}
-
-
-async def sent(_: Any) -> None:
-    """Take what is sent."""
+async def over(api: FakeApi, protocol: GuardedProtocol, state: ServerState) -> None:
+    api.gate.set()
+    protocol.connection_lost(None)
+    await ended(state)
 
 
 def test_work_ends_with_the_reason_and_its_task_goes_on() -> None:
     async def run() -> None:
-        running = RunningCalls()
+        running, api = RunningCalls(), FakeApi()
+        asked, protocol, state = await exchange(api)
+        asyncio.get_running_loop().call_soon(asked.client_left)
         with pytest.raises(Cancelled, match="the client left"):
-            await running.run(AsgiExchange(leaves, sent), forever())
+            await running.run(asked, forever())
         asyncio.get_running_loop().call_soon(running.cancel_all)
         with pytest.raises(Unavailable, match="closing"):
-            await running.run(AsgiExchange(silent, sent), forever())
+            await running.run(asked, forever())
         assert not len(running)
         await asyncio.sleep(0)  # the task was not left cancelled
+        await over(api, protocol, state)
 
     asyncio.run(run())
 
 
 def test_a_task_that_is_cancelled_from_outside_is_cancelled() -> None:
     async def run() -> None:
-        running = RunningCalls()
-        task = asyncio.create_task(running.run(AsgiExchange(silent, sent), forever()))
+        running, api = RunningCalls(), FakeApi()
+        asked, protocol, state = await exchange(api)
+        task = asyncio.create_task(running.run(asked, forever()))
         await asyncio.sleep(0)
         task.cancel()
         running.cancel_all()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await over(api, protocol, state)
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from msgspec import Struct
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.shared_params import response_format_json_schema
-from raw_http import asgi_post, exchange, post
+from raw_http import exchange, post, protocol_post
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
@@ -314,7 +314,7 @@ def test_deep_and_crowded_unknown_fields_are_refused_or_left_out() -> None:
     async def run() -> None:
         app = app_of(FakeApi())
         deep = b'{"messages": [{"role": "user", "content": "x"}], "u": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
-        answer = await asgi_post(app, "/v1/chat/completions", deep)
+        answer = await protocol_post(app, "/v1/chat/completions", deep)
         assert (answer.status, answer.error["param"]) == (400, "body")
         crowd = json.dumps({"messages": [{"u": 1}] * (MAX_MESSAGES + 1)}).encode()
         with pytest.raises(InvalidRequest, match=r"^messages: .*at most 4096"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from http_fakes import MODEL, FakeApi, app_of
-from raw_http import asgi_post
+from raw_http import protocol_post
 
 import router.http.answer
 from pdserve.core.logprobs import TokenLogprobs
@@ -78,7 +78,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(
         task = asyncio.create_task(others())
         body = json.dumps({"model": MODEL, "stream": stream, "n": n, **PATHS[path]}).encode()
         try:
-            return await asgi_post(app_of(Finished()), path, body)
+            return await protocol_post(app_of(Finished()), path, body)
         finally:
             task.cancel()
 
@@ -92,7 +92,7 @@ def test_a_long_answer_with_logprobs_lets_the_loop_go_on(
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_written_piece_by_piece_is_what_was_written_at_once(path: str) -> None:
     """Also beside text that looks like the place where they go."""
-    answer = asyncio.run(asgi_post(app_of(Finished()), path, json.dumps({"model": MODEL, **PATHS[path]}).encode()))
+    answer = asyncio.run(protocol_post(app_of(Finished()), path, json.dumps({"model": MODEL, **PATHS[path]}).encode()))
     choice = answer.json["choices"][0]
     chat = "chat" in path
     format_ = logprobs_format(Finished().token_bytes, chat=chat)
@@ -101,5 +101,5 @@ def test_what_is_written_piece_by_piece_is_what_was_written_at_once(path: str) -
     text = choice["message"]["content"] if chat else choice["text"]
     assert text == '","logprobs":"' * TOKENS
     plain = {name: value for name, value in PATHS[path].items() if "logprobs" not in name}
-    alone = asyncio.run(asgi_post(app_of(Finished()), path, json.dumps({"model": MODEL, **plain}).encode()))
+    alone = asyncio.run(protocol_post(app_of(Finished()), path, json.dumps({"model": MODEL, **plain}).encode()))
     assert alone.json["choices"][0]["logprobs"] is None

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from http_fakes import MODEL, FakeApi, app_of
-from raw_http import asgi_post, exchange, head, post
+from raw_http import exchange, head, post, protocol_post
 
 from pdserve import __version__
 from pdserve.rpc.v1 import inference_pb2
@@ -32,7 +32,7 @@ def sent(path: str, payload: Any) -> tuple[int, Any]:
     async def story() -> tuple[int, Any]:
         api = FakeApi()
         body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        answer = await asgi_post(app_of(api), path, body)
+        answer = await protocol_post(app_of(api), path, body)
         api.parser.close()
         return answer.status, json.loads(answer.body)
 
@@ -96,7 +96,7 @@ def test_streams_have_the_ids_of_prompt_and_output(chat: bool, usage: dict[str, 
     async def story(wanted: bool) -> list[Any]:
         body = {**prompt, "stream": True, "return_token_ids": wanted, **({"stream_options": usage} if usage else {})}
         api = FakeApi(words=("a", "", "\u2028\x00", "b"))
-        return events((await asgi_post(app_of(api), path, json.dumps(body).encode())).body)
+        return events((await protocol_post(app_of(api), path, json.dumps(body).encode())).body)
 
     told = asyncio.run(story(True))
     choices = [choice for event in told for choice in event["choices"]]

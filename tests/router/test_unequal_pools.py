@@ -117,7 +117,7 @@ def test_an_open_end_costs_at_most_a_quarter_of_the_longest_answer(lengths: list
     longest = limit.max_model_len - prompt_len
     if longest < 1:
         return  # refused: no worker takes it
-    room = limit.open_ended_room(prompt_len)
+    room = limit.open_ended_room(prompt_len, limit.max_model_len)
     assert 0.75 * longest <= room <= longest
     takers = [length for length in lengths if length >= prompt_len + room]
     assert takers, "somebody must take it"

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # the fake router of all tests 
 from http_fakes import MODEL, FakeApi, served
 from raw_http import exchange, post
 
-from router.http.reply import PIECE_BYTES, AsgiExchange, Reply
+from router.http.reply import PIECE_BYTES, Reply
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
@@ -87,7 +87,7 @@ def test_answers_that_are_gathered_share_the_memory_and_give_it_back() -> None:
 def test_a_long_answer_is_handed_over_in_pieces_as_the_client_takes_them() -> None:
     """It was written whole, so the transport held a second and a third copy of it."""
 
-    class Slow(AsgiExchange):
+    class Slow:
         """Takes one piece in a turn of the loop, and sees what is left."""
 
         def __init__(self) -> None:

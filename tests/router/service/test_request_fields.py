@@ -43,7 +43,7 @@ class Encoder:
 
 
 def admit(request: GenerateInput, config: RouterConfig = DEFAULTS, shared_block_size: int | None = None) -> Submit:
-    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
+    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len, limit: limit - prompt_len)
     model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE, fingerprint="model"))
     admission = Admission(
         config, *cast(Any, (model, limit, Encoder())), draw_seed=lambda: 7, shared_block_size=lambda: shared_block_size
@@ -59,7 +59,7 @@ async def never(*_: object, **__: object) -> Any:
 def test_a_deadline_also_bounds_what_comes_before_the_queue(slow: str):
     """The prompt may wait for the threads that tokenise, and a constraint for the checks of others."""
     encoder = SimpleNamespace(encode=never) if slow == "encode" else Encoder()
-    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len: MODEL_LEN - prompt_len)
+    limit = SimpleNamespace(max_model_len=MODEL_LEN, open_ended_room=lambda prompt_len, limit: limit - prompt_len)
     model = SimpleNamespace(name="m", card=SimpleNamespace(vocab_size=VOCAB_SIZE, fingerprint="model"))
     admission = Admission(DEFAULTS, *cast(Any, (model, limit, encoder)), draw_seed=lambda: 7, check_grammar=never)
     request = GenerateInput(prompt="x", deadline_s=0.01, constraint=Constraint(ConstraintKind.REGEX, "a"))
