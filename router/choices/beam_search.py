@@ -16,9 +16,8 @@ from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InternalBug, 
 from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta
-from router.api.choices import Choices, check_beams
 from router.api.identity import new_request_id
-from router.api.request import GenerateInput, Prompt, is_chat
+from router.api.request import Choices, GenerateInput, Prompt, check_beams, is_chat
 from router.api.router_api import RouterApi
 from router.choices.beams import BeamSearch, Candidates
 from router.choices.deliver import Delivery, together

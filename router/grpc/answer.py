@@ -17,7 +17,7 @@ from pdserve.rpc import status
 from pdserve.rpc.codec import finish_to_wire, logprobs_to_wire, placement_to_wire
 from pdserve.rpc.v1 import inference_pb2
 from router.api.answer import Delta, Generation, unexpected
-from router.api.choices import choice_ids, first_id, likeliest
+from router.api.request import choice_ids, first_id, likeliest
 from router.api.router_api import RouterApi
 from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
 from router.choices.deliver import Delivery, together

@@ -23,7 +23,7 @@ from pdserve.core.errors import InvalidRequest, PdserveError, RequestTimeout, Re
 from pdserve.rpc import status
 from router.parsing.parser import INLINE_BYTES
 
-RECEIVE_TIMEOUT_S: Final = 60.0  # as in router.http.door: 8 MiB at 1 Mbit/s
+RECEIVE_TIMEOUT_S: Final = 60.0  # as in router.http.reply: 8 MiB at 1 Mbit/s
 _TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.sampling import FinishReason
 from router.api.answer import Delta, Generation
-from router.api.choices import likeliest
+from router.api.request import likeliest
 from router.api.router_api import RouterApi
 from router.choices.beam_search import BeamAnswer, beam_search, ends_at_s
 from router.choices.deliver import Delivery, Sink

@@ -22,11 +22,11 @@ from router.api.answer import unexpected
 from router.api.router_api import RouterApi
 from router.http.answer import answer, respond
 from router.http.document import docs, openapi
-from router.http.door import BodyRefused, Refusal, client_of, header, read_body, refuse_body, shortened
+from router.http.door import Refusal, shortened
 from router.http.metrics import metrics_route
 from router.http.protocol import ConnectionTable
-from router.http.reply import Exchange, Reply, exchange_of
-from router.http.server import HttpServer, RunningCalls, start_server
+from router.http.reply import BodyRefused, Exchange, Reply, RunningCalls, client_of, exchange_of, header, read_body, refuse_body
+from router.http.server import HttpServer, start_server
 from router.http.tokenization import Tokenization
 from router.openai.json import Ignored, encode_json, error_headers, error_payload, joined
 from router.openai.model_limits import model_limits

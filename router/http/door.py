@@ -1,17 +1,16 @@
-"""The door refuses what no route has to see: by the head of a request alone, and by the size and the pace of its body.
+"""The door refuses by the head of a request alone, whatever its route: web pages that nobody has allowed, and encoded bodies.
 
 A browser lets any page send requests to loopback, and names the page's origin in them. A page can also point a name of its own
 at loopback, and is then of the same origin as the server; the name stands in Host. Clients that are no browsers send no Origin.
 
-Request bodies are read from clients that are not trusted, so their bytes and their time are bounded. Refusals have OpenAI's
-shape, also those of the protocol and for unknown paths.
+Refusals have OpenAI's shape, also those of the protocol and for unknown paths.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
@@ -20,12 +19,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge
 from pdserve.core.settings.types import is_loopback
-from router.api.identity import ClientNames
-from router.http.reply import Exchange, Headers, Reply, exchange_of
+from router.http.reply import Headers, exchange_of, first_headers
 from router.openai.json import encode_json
-from router.parsing.parser import BodyShare
 
 LOCAL_NAMES: Final = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of the own machine, the last two as Docker's and Podman's containers call it. None of them can be had in the public
@@ -51,8 +47,9 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, answer a preflight, or let the request pass."""
-        origin = header(scope, "origin")
-        why = self._refused(scope, origin)
+        heads = first_headers(scope)
+        origin = heads.get("origin")
+        why = self._refused(heads, origin)
         if why is not None:
             headers = {"accept-encoding": "identity"} if why.status == 415 else None
             await Response(why.body, why.status, headers, media_type="application/json")(scope, receive, send)
@@ -61,22 +58,22 @@ class Door:
             await self._app(scope, receive, send)
             return
         exchange_of(scope).add_headers(self._shared_with(origin))
-        if scope["method"] == "OPTIONS" and header(scope, "access-control-request-method") is not None:
-            await Response(None, 204, _preflight(scope))(scope, receive, send)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in heads:
+            await Response(None, 204, _preflight(heads))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _refused(self, scope: Scope, origin: str | None) -> Refusal | None:
+    def _refused(self, heads: Mapping[str, str], origin: str | None) -> Refusal | None:
         """Return why the request is refused. None: it is not."""
-        host = header(scope, "host")
+        host = heads.get("host")
         if self._checks_hosts and host is not None and not self._is_local(host):
             return foreign_host(host)
         if origin is not None and not self._is_allowed(origin, host):
             return foreign_origin(origin)
-        encoding = header(scope, "content-encoding")
+        encoding = heads.get("content-encoding")
         if encoding is not None and encoding.strip().lower() not in ("", "identity"):
             return encoded_body(encoding)
-        transfer = header(scope, "transfer-encoding")
+        transfer = heads.get("transfer-encoding")
         if transfer is not None and transfer.strip().lower() != "chunked":
             return encoded_transfer(transfer)
         return None
@@ -109,112 +106,14 @@ class Door:
         return [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"), shared]
 
 
-def _preflight(scope: Scope) -> dict[str, str]:
+def _preflight(heads: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that tell a browser which requests a page may send: all that it asks for."""
-    asked = header(scope, "access-control-request-headers")
+    asked = heads.get("access-control-request-headers")
     return {
         "access-control-allow-methods": METHODS,
         **({} if asked is None else {"access-control-allow-headers": asked}),
         "access-control-max-age": str(PREFLIGHT_AGE_S),
     }
-
-
-BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
-SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body
-LINGER_S: Final = 2.0
-"""A refused body is still read and dropped for this long after the answer. If the connection closed at once, it would be reset,
-and a client that is still sending would see the reset instead of the answer."""
-
-
-class BodyRefused(Exception):
-    """A body was not read to its end, so its connection cannot carry another request."""
-
-    def __init__(self, error: PdserveError) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
-async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int, share: BodyShare) -> bytes:
-    """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
-    too slowly, and `Cancelled` when the client leaves."""
-    declared = header(scope, "content-length") or ""
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    try:
-        if declared.isdecimal():
-            share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
-        whole = exchange.whole_body()
-        if whole is not None:
-            if len(whole) > max_bytes:
-                raise _too_large(max_bytes)
-            share.grow(len(whole))
-            return whole
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            more = True
-            while more:
-                more = await _read_part_in_time(receive, body)
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
-                share.grow(len(body))
-    except TimeoutError as exc:
-        raise BodyRefused(RequestTimeout(f"body: not complete after {BODY_TIMEOUT_S:g} s")) from exc
-    except Overloaded as exc:
-        raise BodyRefused(exc) from exc
-    return bytes(body)
-
-
-async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
-    """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
-    await reply.fail(error, more=True, headers=[(b"connection", b"close")])
-    if (header(scope, "expect") or "").lower() != "100-continue":  # such a client sends nothing before it is told to
-        await _discard(receive)
-    await reply.end()
-
-
-async def _read_part_in_time(receive: Receive, body: bytearray) -> bool:
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            return await _read_part(receive, body)
-    except TimeoutError as exc:
-        raise BodyRefused(RequestTimeout(f"body: nothing came for {SILENCE_S:g} s")) from exc
-
-
-async def _read_part(receive: Receive, body: bytearray) -> bool:
-    """Append what has arrived. True: more is to come. Raises `Cancelled` when the client leaves."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise Cancelled("the client left while it sent the body")
-    body += message.get("body", b"")
-    return bool(message.get("more_body", False))
-
-
-async def _discard(receive: Receive) -> None:
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while await _read_part(receive, bytearray()):
-                pass
-    except (TimeoutError, Cancelled):
-        pass  # the client has the answer, or does not want it
-
-
-def _too_large(max_bytes: int) -> BodyRefused:
-    return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
-
-
-def client_of(scope: Scope, clients: ClientNames) -> tuple[str, str, str]:
-    """Return the names of the client, its connection and a new call."""
-    host, port = scope.get("client") or ("", 0)
-    return clients.of(host, f"{host} {port}", header(scope, clients.header) if clients.header else None)
-
-
-def header(scope: Scope, name: str) -> str | None:
-    """Return the value of the first header with this name, which is in lower case. None: there is none."""
-    wanted = name.encode()
-    for key, value in scope["headers"]:
-        if key == wanted:
-            return str(value, "latin-1")
-    return None
 
 
 MAX_QUOTED_CHARS: Final = 200  # of what an error quotes from the head, such as its path

@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 protocol, with bounds on what a client may do before its request is complete.
 
 httptools bounds neither the size of a head or of trailers nor the time in which they arrive, so a connection could hold memory,
-or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.door` bounds bodies. An offer to
+or stay open, for ever. Here everything but the body has a bounded size and time; `router.http.reply` bounds bodies. An offer to
 speak another protocol is declined as RFC 9110 section 7.8 allows: the request is answered in HTTP/1.1. The Date header is made
 when a request asks for one and not by a timer, so an idle server does nothing.
 
@@ -25,7 +25,6 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.door import (
-    LINGER_S,
     Refusal,
     head_too_large,
     head_too_slow,
@@ -35,7 +34,7 @@ from router.http.door import (
     too_many_connections,
     trailers_too_large,
 )
-from router.http.reply import EXTENSION, Exchange
+from router.http.reply import EXTENSION, LINGER_S, Exchange
 
 logger = logging.getLogger(__name__)
 

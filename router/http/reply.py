@@ -1,19 +1,24 @@
-"""One HTTP request on its connection, and its answer: a whole JSON object, or an SSE stream that its first event opens."""
+"""One HTTP request on its connection: its body, its answer, and its end from outside.
+
+Request bodies are read from clients that are not trusted, so their bytes and their time are bounded. An answer is a whole JSON
+object, or an SSE stream that its first event opens. A call ends from outside when its client leaves or when the server closes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, TypeVar
 
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from pdserve.core.error_table import TABLE
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge, Unavailable
 from pdserve.core.report import Report
 from pdserve.rpc.status import CORRELATION_ID_METADATA, IGNORED_FIELDS_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
 from router.api.answer import report_json, timeline
-from router.api.identity import new_request_id
+from router.api.identity import ClientNames, new_request_id
 from router.openai.json import encode_json, error_headers, error_payload
 from router.openai.request import kept_id
 from router.parsing.parser import BodyShare
@@ -296,3 +301,161 @@ def exchange_of(scope: Scope) -> Exchange:
     """Return the exchange of a request."""
     found: Exchange = scope["extensions"][EXTENSION]
     return found
+
+
+BODY_TIMEOUT_S: Final = 60.0  # 8 MiB at 1 Mbit/s
+SILENCE_S: Final = 10.0  # the longest time for which a client may send nothing in the middle of its body
+LINGER_S: Final = 2.0
+"""A refused body is still read and dropped for this long after the answer. If the connection closed at once, it would be reset,
+and a client that is still sending would see the reset instead of the answer."""
+
+
+class BodyRefused(Exception):
+    """A body was not read to its end, so its connection cannot carry another request."""
+
+    def __init__(self, error: PdserveError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_bytes: int, share: BodyShare) -> bytes:
+    """Return the whole body. Raises `BodyRefused` as soon as it is known that the body is too large, finds no room, or comes
+    too slowly, and `Cancelled` when the client leaves."""
+    declared = header(scope, "content-length") or ""
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        if declared.isdecimal():
+            share.grow(int(declared))  # takes the whole length at once, so that a later body cannot end one that has begun
+        whole = exchange.whole_body()
+        if whole is not None:
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            share.grow(len(whole))
+            return whole
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            more = True
+            while more:
+                more = await _read_part_in_time(receive, body)
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                share.grow(len(body))
+    except TimeoutError as exc:
+        raise BodyRefused(RequestTimeout(f"body: not complete after {BODY_TIMEOUT_S:g} s")) from exc
+    except Overloaded as exc:
+        raise BodyRefused(exc) from exc
+    return bytes(body)
+
+
+async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
+    """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
+    await reply.fail(error, more=True, headers=[(b"connection", b"close")])
+    if (header(scope, "expect") or "").lower() != "100-continue":  # such a client sends nothing before it is told to
+        await _discard(receive)
+    await reply.end()
+
+
+async def _read_part_in_time(receive: Receive, body: bytearray) -> bool:
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await _read_part(receive, body)
+    except TimeoutError as exc:
+        raise BodyRefused(RequestTimeout(f"body: nothing came for {SILENCE_S:g} s")) from exc
+
+
+async def _read_part(receive: Receive, body: bytearray) -> bool:
+    """Append what has arrived. True: more is to come. Raises `Cancelled` when the client leaves."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise Cancelled("the client left while it sent the body")
+    body += message.get("body", b"")
+    return bool(message.get("more_body", False))
+
+
+async def _discard(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while await _read_part(receive, bytearray()):
+                pass
+    except (TimeoutError, Cancelled):
+        pass  # the client has the answer, or does not want it
+
+
+def _too_large(max_bytes: int) -> BodyRefused:
+    return BodyRefused(RequestTooLarge(f"body: is over the limit of {max_bytes} bytes", field="body"))
+
+
+def client_of(scope: Scope, clients: ClientNames) -> tuple[str, str, str]:
+    """Return the names of the client, its connection and a new call."""
+    host, port = scope.get("client") or ("", 0)
+    return clients.of(host, f"{host} {port}", header(scope, clients.header) if clients.header else None)
+
+
+def first_headers(scope: Scope) -> dict[str, str]:
+    """Return the value of the first header of each name, which is in lower case."""
+    return {str(key, "latin-1"): str(value, "latin-1") for key, value in reversed(scope["headers"])}
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """Return the value of the first header with this name, which is in lower case. None: there is none."""
+    wanted = name.encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            return str(value, "latin-1")
+    return None
+
+
+T = TypeVar("T")
+
+
+class RunningCalls:
+    """The calls of one HTTP server, which owns this. It cancels work that is to end from outside."""
+
+    def __init__(self) -> None:
+        self._calls: dict[_Running, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    async def run(self, exchange: Exchange, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns. Raises what it raises, `Cancelled` when the client leaves, `Unavailable` when the server
+        closes. The whole body must have been received."""
+        task = asyncio.current_task()
+        assert task is not None
+        running = _Running(task)
+        unwatch = exchange.on_gone(running.client_left)
+        self._calls[running] = None
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if running.error is None or task.uncancel() > running.cancelling:
+                raise  # somebody else cancelled the task
+            raise running.error from None
+        finally:
+            running.ended = True
+            unwatch()
+            del self._calls[running]
+
+    def cancel_all(self) -> None:
+        """Cancel all running work."""
+        for running in self._calls:
+            running.end(Unavailable("the server is closing"))
+
+
+class _Running:
+    """The work of one call. Its task is cancelled once, and the error says why."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self.cancelling = task.cancelling()
+        self.error: PdserveError | None = None
+        self.ended = False
+
+    def client_left(self) -> None:
+        self.end(Cancelled("the client left"))
+
+    def end(self, error: PdserveError) -> None:
+        if self.error is None and not self.ended:
+            self.error = error
+            self._task.cancel()

@@ -1,14 +1,12 @@
-"""The listening socket of the HTTP front end and its life, and the running calls, which end from outside when the server
-closes. The server runs in the router's own loop, without signal handlers.
-"""
+"""The listening socket of the HTTP front end and its life. The server runs in the router's own loop, without signal
+handlers."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import socket
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,10 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Cancelled, ConfigError, PdserveError, Unavailable
+from pdserve.core.errors import ConfigError
 from router.http.door import Door
 from router.http.protocol import ConnectionTable, GuardedProtocol
-from router.http.reply import Exchange
+from router.http.reply import RunningCalls
 
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75  # above the usual 60 s of proxies, so that the client side closes first
@@ -128,58 +126,3 @@ def _cannot_bind(exc: OSError, host: str, port: int, flag: str) -> ConfigError:
 def _host_flag(flag: str) -> str:
     """Return the name of the host that belongs to the port of a flag."""
     return "--host" if flag.startswith("--") else flag.replace("_port", "_host")
-
-
-T = TypeVar("T")
-
-
-class RunningCalls:
-    """The calls of one HTTP server, which owns this. It cancels work that is to end from outside."""
-
-    def __init__(self) -> None:
-        self._calls: dict[_Running, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    async def run(self, exchange: Exchange, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. Raises what it raises, `Cancelled` when the client leaves, `Unavailable` when the server
-        closes. The whole body must have been received."""
-        task = asyncio.current_task()
-        assert task is not None
-        running = _Running(task)
-        unwatch = exchange.on_gone(running.client_left)
-        self._calls[running] = None
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if running.error is None or task.uncancel() > running.cancelling:
-                raise  # somebody else cancelled the task
-            raise running.error from None
-        finally:
-            running.ended = True
-            unwatch()
-            del self._calls[running]
-
-    def cancel_all(self) -> None:
-        """Cancel all running work."""
-        for running in self._calls:
-            running.end(Unavailable("the server is closing"))
-
-
-class _Running:
-    """The work of one call. Its task is cancelled once, and the error says why."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
-        self.cancelling = task.cancelling()
-        self.error: PdserveError | None = None
-        self.ended = False
-
-    def client_left(self) -> None:
-        self.end(Cancelled("the client left"))
-
-    def end(self, error: PdserveError) -> None:
-        if self.error is None and not self.ended:
-            self.error = error
-            self._task.cancel()

@@ -14,9 +14,7 @@ from pdserve.rpc.status import CORRELATION_ID_METADATA
 from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.http.door import BodyRefused, client_of, header, read_body, refuse_body
-from router.http.reply import Exchange, Reply, exchange_of
-from router.http.server import RunningCalls
+from router.http.reply import BodyRefused, Exchange, Reply, RunningCalls, client_of, exchange_of, header, read_body, refuse_body
 from router.openai.json import encode_json
 from router.parsing.parser import BodyBudget, Job, JobKind, RequestParser
 

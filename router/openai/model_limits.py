@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.core.limits import MAX_MESSAGES, IntRange, MaxCount, limit_of
 from pdserve.core.sampling import SamplingParams
-from router.api.choices import MAX_CHOICES
+from router.api.request import MAX_CHOICES
 from router.openai.prompt import MAX_PROMPTS, MAX_TOOLS
 
 

@@ -21,9 +21,20 @@ from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.structured.schemas import simplify
-from router.api.choices import BEAM_WIDTHS, LENGTH_PENALTIES, ONE, Choices, check_beams, check_number, sampled
 from router.api.identity import new_request_id
-from router.api.request import SESSION_ID, ChatPrompt, GenerateInput, Prompt
+from router.api.request import (
+    BEAM_WIDTHS,
+    LENGTH_PENALTIES,
+    ONE,
+    SESSION_ID,
+    ChatPrompt,
+    Choices,
+    GenerateInput,
+    Prompt,
+    check_beams,
+    check_number,
+    sampled,
+)
 from router.openai.body import (
     NULL,
     Body,

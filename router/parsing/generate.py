@@ -13,15 +13,22 @@ from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.api.choices import (
+from router.api.request import (
     BEAM_WIDTHS,
     LENGTH_PENALTIES,
     MAX_CALL_CHOICES,
+    ChatMessage,
+    ChatPrompt,
     Choices,
+    DetokenizeInput,
+    GenerateInput,
+    Prompt,
+    ToolCall,
+    ToolChoice,
+    ToolMode,
     check_beams,
     sampled,
 )
-from router.api.request import ChatMessage, ChatPrompt, DetokenizeInput, GenerateInput, Prompt, ToolCall, ToolChoice, ToolMode
 from router.openai.prompt import MAX_TOOLS, read_tools, read_variables
 
 _TOOL_MODES: Final = {0: ToolMode.AUTO, 1: ToolMode.AUTO, 2: ToolMode.NONE, 3: ToolMode.REQUIRED}

@@ -20,7 +20,7 @@ from router.api.identity import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput
 from router.api.router_api import ModelInfo
 from router.http import build_app, serve_http
-from router.http.server import RunningCalls
+from router.http.reply import RunningCalls
 from router.parsing.parser import RequestParser
 
 MODEL = "org/tiny"

@@ -22,8 +22,7 @@ from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.http import build_app
 from router.http.protocol import ConnectionTable, GuardedProtocol
-from router.http.reply import Exchange
-from router.http.server import RunningCalls
+from router.http.reply import Exchange, RunningCalls
 from router.service.buffered_generation import BufferedGeneration
 
 COMPLETIONS = "/v1/completions"

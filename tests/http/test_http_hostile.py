@@ -12,7 +12,7 @@ from http_fakes import MODEL, FakeApi, served
 from raw_http import TIMEOUT_S, Answer, connect, exchange, head, post, read_answer
 
 import router.http.app
-import router.http.door
+import router.http.reply
 from router.http import protocol
 from router.http.protocol import declined
 from router.parsing.parser import FREE_BYTES, BodyBudget
@@ -45,7 +45,7 @@ async def flood(base: str, start: bytes, part: bytes) -> Answer:
 @pytest.fixture(autouse=True)
 def brief_lingering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.1)
-    monkeypatch.setattr(router.http.door, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.http.reply, "LINGER_S", 0.1)
 
 
 CHUNKED = b"POST %s HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
@@ -107,7 +107,7 @@ def test_a_head_that_is_too_large_is_431_naming_the_limit(start: bytes, part: by
 
 
 def test_a_body_that_stops_in_the_middle_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http.door, "SILENCE_S", 0.1)
+    monkeypatch.setattr(router.http.reply, "SILENCE_S", 0.1)
 
     async def run() -> None:
         async with served(FakeApi()) as base:
@@ -129,7 +129,7 @@ def test_large_bodies_share_a_budget_and_small_ones_get_in_all_the_same(monkeypa
     monkeypatch.setattr(
         router.http.app, "BodyBudget", lambda max_bytes, what="body", *_: budget if what == "body" else BodyBudget(1 << 30)
     )
-    monkeypatch.setattr(router.http.door, "LINGER_S", 2.0)
+    monkeypatch.setattr(router.http.reply, "LINGER_S", 2.0)
     length = 1 << 20
 
     async def taken(expected_bytes: int) -> None:

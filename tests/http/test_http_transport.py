@@ -12,8 +12,8 @@ import uvloop
 from http_fakes import MODEL, FakeApi, served
 from raw_http import Answer, connect, exchange, head, post, read_answer
 
-import router.http.door
 import router.http.protocol
+import router.http.reply
 from pdserve import __version__
 from pdserve.core.errors import ConfigError, ReplicaLost
 from router.api.request import DetokenizeInput, TokenizeInput
@@ -290,8 +290,8 @@ def test_one_connection_serves_many_requests_also_pipelined() -> None:
 
 
 def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.http.door, "BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(router.http.door, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.http.reply, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(router.http.reply, "LINGER_S", 0.1)
 
     async def run() -> None:
         async with served(FakeApi()) as base:

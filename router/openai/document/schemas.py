@@ -10,8 +10,7 @@ import msgspec
 from pdserve.core.limits import MAX_MESSAGES, IntRange, Limit, MaxBytes, MaxCount, RealRange, TextLengths, limits_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
-from router.api.choices import MAX_CHOICES
-from router.api.request import SESSION_ID
+from router.api.request import MAX_CHOICES, SESSION_ID
 from router.openai.body import ChatBody, CompletionBody, ToolFields
 from router.openai.document.descriptions import FIELDS
 from router.openai.json import HINT, INSTEAD, UNSUPPORTED
