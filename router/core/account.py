@@ -16,7 +16,8 @@ KEEP: Final = 0.98
 """Each result keeps this share of the sums before it, so that about the last 50 count. They are counted and not timed: a rare
 failure then weighs the same under any traffic."""
 FAILURE_HANDICAP: Final = 4.0
-"""A failure lets a worker sit out four of five picks: the next request goes elsewhere, and the one after that tells more."""
+"""A failure lets a worker sit out four of five picks: the next request goes elsewhere, and the worker's next result tells
+more."""
 HANDICAP_MAX: Final = 32.0
 """A worker that fails all it gets still takes part in one of 33 picks, because only work shows whether it fails."""
 HALF_LIFE_S: Final = 10.0
@@ -25,7 +26,7 @@ TRIAL_HANDICAP: Final = 16.0
 TRIAL_HALF_LIFE_S: Final = 30.0
 """A worker that comes back gets one of 17 picks, then one of 9, and has its whole share after about three minutes."""
 TRIAL_RESULTS: Final = 10.0
-"""A worker that came back is on trial until so many requests have ended well there."""
+"""A worker that came back is on trial until this many requests have ended well there."""
 NEGLIGIBLE: Final = 0.05
 """A smaller handicap is none."""
 
@@ -40,7 +41,7 @@ class Account:
     bad: float = 0.0
     """The failures of which another worker has shown that they were not the request's fault."""
     slowness: float = 1.0
-    """The time of the worker's steps as a multiple of that of its pool, if it is much longer. Otherwise 1."""
+    """The step time of the worker divided by the step time of its pool, if the ratio is large. Otherwise 1."""
     slow_s: float = 0.0
     """The time for which the worker was too slow, at all looks in a row that saw new steps."""
     busy_s: float = 0.0
@@ -54,7 +55,7 @@ class Account:
     trial_left: float = 0.0
     """The good results that are missing until the trial is over. 0: the worker is not on trial."""
     link: LinkId | None = None
-    """The link on which the worker served when it was ejected. On a later one it has shown nothing yet."""
+    """The link on which the worker served when it was ejected. On a later link the worker has shown nothing yet."""
     left_s: float | None = None
     """The time at which the worker left. None: it is linked."""
     _load: float = 0.0
@@ -86,7 +87,7 @@ class Account:
         self.bad *= keep
 
     def loaded(self, weight: float, now_s: float) -> None:
-        """Let a failure, whoever's it was, count as load for a while."""
+        """Count a failure as load for a while, no matter whose fault it was."""
         self._load = min(HANDICAP_MAX, self._recent(now_s) + FAILURE_HANDICAP * weight)
         self._load_s = now_s
 
@@ -102,7 +103,7 @@ class Account:
         return self._load * _halved(now_s - self._load_s, HALF_LIFE_S)
 
     def begin_anew(self) -> None:
-        """Forget the results. What they said has been acted upon."""
+        """Forget the results: the router has acted on them."""
         self.good = self.bad = 0.0
         self.slowness, self.slow_s = 1.0, 0.0
 

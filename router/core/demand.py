@@ -29,10 +29,10 @@ class Demand:
         self._classes: dict[str, Counter[str]] = {}
         """The counts of each class of which a request has ended or was refused, by the names of `ClassDemand`."""
         self._first_gap_s: defaultdict[str, float] = defaultdict(float)
-        """The sum of the times between the first token and the first decoded one, by class."""
+        """The sum of the times between the first token and the first decoded token, by class."""
 
     def admitted(self, request: LiveRequest) -> None:
-        """Count a request that was admitted. One that is shed later was admitted as well."""
+        """Count a request that was admitted. A request that is shed later was admitted as well."""
         self._requests += 1
         self._prompt_tokens += request.new_prompt_tokens
 
@@ -47,8 +47,8 @@ class Demand:
         self._classes.setdefault(slo_class, Counter())["refused"] += 1
 
     def ended(self, request: LiveRequest, report: Report, error: PdserveError | None) -> None:
-        """Count the output of a request that has ended, its targets, and why it missed them. A cancelled one says something
-        about targets only if it had missed one before."""
+        """Count the output of a request that has ended, its targets, and why it missed them. A cancelled request counts for
+        targets only if it had missed a target before."""
         self._ended_tokens += report.output_tokens
         if request.machine.state is RequestState.CANCELLED and report.ttft_met is not False and report.tpot_met is not False:
             return
@@ -67,7 +67,7 @@ class Demand:
     def snapshot(
         self, live: Iterable[LiveRequest], waiting: Iterable[LiveRequest], *, now_s: float, uptime_s: float
     ) -> DemandCounts:
-        """Return the counts, with the live requests of clients and those of them that wait."""
+        """Return the counts, with the number of clients' live requests and the number of waiting requests among them."""
         new_since_s = now_s
         queued_tokens = 0
         for request in waiting:

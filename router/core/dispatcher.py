@@ -1,13 +1,15 @@
 """The dispatcher puts requests on workers: waiting requests in their order, and requests that lost their decode worker in a
 handoff.
 
-Waiting requests are placed in the order of their turns. One without room claims one worker, that with the most free KV of those
-that could serve it: from then on this request and earlier ones get room there. It goes elsewhere if room comes there
-first. Only the first request of a kind claims, so few workers are claimed however many wait.
+Waiting requests are placed in the order of their turns. A request without room claims one worker: among the candidates, the
+worker with the most free KV. From then on only this request and earlier requests get room on that worker. The request goes
+elsewhere if another worker has room first. Only the first request of a kind claims, so few workers are claimed however many
+wait.
 
-Later requests may *pass* it there, in KV that it does not need: all of them together leave it enough once the others have
-ended, and none passes any more as soon as it would have had room without them. So it waits at most until that worker has
-finished what it has, and holds up nobody who can be served beside it or elsewhere.
+Later requests may *pass* the claiming request on its worker, in KV that it does not need: together they leave it enough KV once
+the running requests have ended, and none passes any more as soon as the claiming request would have room without them. So the
+claiming request waits at most until its worker has finished its present requests, and it delays no request that can be served
+beside it or elsewhere.
 
 A request that no linked worker could serve is parked. It waits `recovery_wait_s` for a worker to come back, because some worker
 could serve it when it was admitted.
@@ -68,7 +70,7 @@ class Dispatcher:
 
     def foresee(self, request: LiveRequest, now_s: float) -> None:
         """Write the predicted TTFT into a new request whose class has a target for it. Raises `Overloaded` when the request
-        would miss the target for want of a free worker. Other requests are spared the look at workers."""
+        would miss the target for want of a free worker. For a request without a target, no worker is looked at."""
         if request.slo.ttft_s is None:
             return
         requests, late_s = self._requests, now_s - request.times.arrived_s
@@ -115,7 +117,8 @@ class Dispatcher:
         waiting.fresh.clear()
 
     def _unpark(self, now_s: float, *, everyone: bool) -> None:
-        """Let the next walk look at parked requests again: at all of them, or only at those that have waited long enough."""
+        """Let the next walk look at parked requests again: at all parked requests, or only at requests that have waited long
+        enough."""
         waiting = self._requests.waiting
         for request in waiting.parked():
             since_s = request.unplaceable_since_s
@@ -132,8 +135,8 @@ class Dispatcher:
                 walk.left(first.kind)
 
     def _renew_claims(self) -> bool:
-        """Let claims stand at the present turns of their requests, which become later while their clients are served
-        elsewhere. True: one did, so a request that came behind it may come before it now."""
+        """Set each claim to the present turn of its request. A turn becomes later while the client is served elsewhere. True: a
+        claim has changed, so a request that came behind it may come before it now."""
         waiting, registry = self._requests.waiting, self._requests.registry
         self._claims = {request.request_id: request for request in self._claims.values() if request.keeps is not None}
         later = False
@@ -161,7 +164,7 @@ class Dispatcher:
             yield self._bind_charged(request, pick, now_s)
 
     def place_first(self, request: LiveRequest, now_s: float) -> Effects:
-        """Bind a waiting request before all others if a worker has room, also one that is claimed."""
+        """Bind a waiting request before all others if a worker has room. The worker may be claimed by another request."""
         pick = self._placer.place(request, now_s=now_s)
         if pick is not None:
             yield self._bind_charged(request, pick, now_s)
@@ -175,7 +178,7 @@ class Dispatcher:
         return self.bind(request, pick, now_s)
 
     def _claim(self, request: LiveRequest, turn: Turn, now_s: float) -> None:
-        """Let a request without room claim a worker, unless it has one already that could serve it."""
+        """Let a request without room claim a worker, unless it has claimed a worker already that could serve it."""
         if request.story.last_kind is not StoryKind.WAITS:
             request.story.waits(now_s, len(self._placer.waited_for(request, now_s=now_s)))
         kept = None if request.keeps is None else self._requests.registry.get(request.keeps)
@@ -223,7 +226,7 @@ class Dispatcher:
     def rebind(self, request: LiveRequest, now_s: float) -> SendBind | None:
         """Let another decode worker replace the lost one under the same lease. None: no worker has room now.
 
-        A rebind comes before all waiting requests, because the lease lasts only so long.
+        A rebind comes before all waiting requests, because the lease will expire.
         """
         assert request.prefill is not None
         assert request.decode is None

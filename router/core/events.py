@@ -1,5 +1,6 @@
 """Events that the router's core takes, and effects that it returns. All are immutable values. The shell makes events from
-messages and performs effects. Those of each token are structs of msgspec, which take a sixth of a frozen dataclass to make.
+messages and performs effects. Events and effects that occur once for each token are msgspec structs: to make a struct takes a
+sixth of the time of a frozen dataclass.
 
 Every event of a worker names the link on which it came. The core thus recognises late messages of an earlier link of the same
 worker. An event about one request also carries a handle, which names one (request, attempt, bind) on that link.
@@ -53,7 +54,7 @@ class Submit:
     client: tuple[str, ...] = ()
     """The names of the client, its connection and its call, between which turns are fair. Empty: the client is not known."""
     open_ended: bool = False
-    """The client named no `max_tokens`, so that of `spec` says nothing about the length of the output."""
+    """The client named no `max_tokens`, so `spec.max_tokens` says nothing about the length of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class HeartbeatSeen:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSeen:
-    """A worker told what has changed in the set of blocks that it shares."""
+    """A worker reported a change of the set of blocks that it shares."""
 
     link: LinkId
     delta: PrefixDelta
@@ -148,7 +149,8 @@ class Reserved:
     link: LinkId
     handle: Handle
     cached_tokens: int | None = None
-    """The tokens of the work that it need not compute, as it has their KV. None: it computes no prompt, or does not tell."""
+    """The tokens of the work whose KV the worker has already, so it does not compute them. None: the worker computes no prompt,
+    or does not report the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +235,8 @@ class Row(Protocol):
 
     @property
     def stop_string(self) -> int:
-        """1 + the place of the stop string that ended the output in the request's list. 0: none did, or an older worker does
-        not tell."""
+        """1 + the index, in the request's list, of the stop string that ended the output. 0: no stop string did, or an older
+        worker does not report it."""
 
     @property
     def logprobs(self) -> PackedLogprobs:
@@ -242,7 +244,8 @@ class Row(Protocol):
 
     @property
     def prompt_logprobs(self) -> PackedLogprobs:
-        """Those of all prompt tokens but the first. They come beside output token 0, if the request asks for them."""
+        """The log-probabilities of all prompt tokens but the first. They come with output token 0, if the request asks for
+        them."""
 
 
 class StepRows(msgspec.Struct, frozen=True):
@@ -338,7 +341,7 @@ class SendAlive:
 
 @dataclass(frozen=True, slots=True)
 class SendPrefixResync:
-    """Ask a worker for all keys of the blocks that it shares, because what it told did not agree."""
+    """Ask a worker for all keys of the blocks that it shares, because its reports did not agree."""
 
     link: LinkId
 
@@ -360,7 +363,7 @@ class SendFlip:
 
 @dataclass(frozen=True, slots=True)
 class SendBudget:
-    """Tell a worker how many tokens its steps may have from now on, and how many sequences may run. Its heartbeats then tell
+    """Tell a worker how many tokens its steps may have from now on, and how many sequences may run. Its heartbeats then report
     these numbers. 0: the number stays as it is."""
 
     link: LinkId
@@ -402,8 +405,8 @@ class EmitFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReportBug:
-    """Report a bug in the router that broke off an action. The effects before this one are those of all that was done. If the
-    action concerned one request, this request has failed; otherwise the books may disagree."""
+    """Report a bug in the router that broke off an action. The effects before this one belong to the work that was done before
+    the bug. If the action concerned one request, this request has failed; otherwise the books may disagree."""
 
     bug: Exception
 

@@ -1,12 +1,13 @@
 """Fair slots: a request of a client that has nothing on a decode worker does not wait until the first of a burst ends there.
 
-Turns order who waits, but slots come back only as requests end, and those of a burst end together. So at a tick, the first of
-the queue may take the place of a request that runs: of the client that has most on a worker where its own has nothing, or of
-the connection or the call that has most where the client is its own. Who has at most an eighth of a worker is no burst, and
-nobody loses the last request.
+Turns order the waiting requests, but slots come back only as requests end, and the requests of a burst end together. So at a
+tick, the first waiting request may take the slot of a running request. It takes the slot on a worker where its own client runs
+nothing, from the client that runs the most there. Where only its own client runs requests, connections are compared in the same
+way, and then calls. A client with at most an eighth of a worker is no burst, and no client loses its last request.
 
-Who gives way loses no token: it is replayed in the same attempt, as in a migration, and gets the next slot before all who are
-new. It needs no less KV than who takes its place, so nothing else has to give way as well. Each request is helped once.
+The request that gives way loses no token: it is replayed in the same attempt, as in a migration, and gets the next slot before
+all new requests. It needs at least as much KV as the request that takes its slot, so no further request has to give way. Each
+waiting request is helped once.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ BURST_SHARE: Final = 8
 """A flow with more than this part of a worker's slots gives way. With less, many calls of a few choices each would take slots
 from each other all the time, and a light request finds that some call ends soon."""
 MAX_FIRSTS: Final = 4
-"""At most so many requests are looked at in a tick of 0.1 s. The others come next, one after the other."""
+"""The most requests that one tick of 0.1 s looks at. The next ticks look at the other requests."""
 MAX_LOOKS: Final = 4
-"""At most so many workers are looked at for a request in a tick, with all that runs there, and others in the next one. A tick
-then takes 5 ms if each worker runs 256 sequences."""
+"""The most workers that a tick looks at for one request, with all requests that run there. The next tick looks at other
+workers. A tick then takes 5 ms if each worker runs 256 sequences."""
 
 
 class FairSlots:
-    """Gives slots of those who have many to those who have none. A tick calls it."""
+    """Gives slots of clients that have many to clients that have none. A tick calls it."""
 
     def __init__(self, requests: Requests, dispatcher: Dispatcher, placer: Placer) -> None:
         self._requests = requests
@@ -70,8 +71,9 @@ class FairSlots:
                     return
 
     def _giving_way(self, request: LiveRequest, worker: Worker) -> LiveRequest | None:
-        """Return the request of the largest flow on a worker that costs least to replay. None: nobody has to give way. Nobody
-        does for a class of lower priority than its own, or an urgent one for another."""
+        """Return the request of the largest flow on a worker that costs least to replay. None: nobody has to give way. A
+        request never gives way to a class of lower priority, and a request of an urgent class never gives way to a class that
+        is not urgent."""
         running = [work.request.client for work in worker.work.values()]
         priority, urgent = line_of(request).priority, request.slo.urgent
         lesser = [
@@ -109,8 +111,9 @@ class FairSlots:
 
 
 def largest_beside(path: Path, running: Sequence[Path], lesser: Sequence[Path], *, more_than: int) -> Path:
-    """Return the flow of which most of `lesser` runs, a part of `running`, among those beside `path`, of which nothing runs.
-    Empty: something of it runs, as far as it differs from the others, or no other flow has more than so many requests."""
+    """Return the flow with the most requests of `lesser`, which is a part of `running`, if the flow of `path` runs nothing. The
+    first level at which running flows differ from `path` is compared. Empty: the flow of `path` runs beside others at that
+    level, or no other flow has more than `more_than` requests."""
     for level, name in enumerate(path):
         beside = {one[level] for one in running if one[:level] == path[:level] and len(one) > level}
         if name not in beside:

@@ -19,22 +19,23 @@ from router.core.queue_limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 #
 # The tokens that a request will probably put out, by what finished before. Pure.
 #
-# The mean is that of the client's own requests of one class whose `max_tokens` was about as large. With one mean for all, the
-# long answers of one client would charge everybody's chats for thousands of tokens of KV, so that few of them run at once.
+# The mean is taken over the client's own requests of one class with about the same `max_tokens`. With one mean for all clients,
+# the long answers of one client would charge every chat for thousands of tokens of KV, so few chats would run at once.
 
 
 PRIOR_TOKENS: Final = 128.0
-"""The mean before any request has finished: a guess. A wrong one costs a NoRoom or a short wait."""
+"""The mean before any request has finished: a guess. A wrong guess costs a NoRoom or a short wait."""
 MEAN_WEIGHT: Final = 0.02
 """The weight of the newest output in a running mean. The mean forgets half of the past in 34 requests."""
 MAX_RATIO: Final = 4.0
-"""An output counts as at most so many times the mean, so 34 outputs of any length raise it to 7 times what it was."""
+"""An output counts as at most this multiple of the mean, so 34 outputs of any length raise the mean to 7 times its value."""
 MAX_CLIENTS: Final = 64
-"""Each kind of requests knows the means of so many clients, those that finished last. Their median takes 2 us."""
+"""Each kind of requests keeps the means of this many clients: the clients whose requests finished last. The median of the means
+takes 2 us."""
 
 
 class _Kind(NamedTuple):
-    """The requests whose outputs are about equally long, as far as one can tell before."""
+    """The requests whose outputs will probably be about equally long."""
 
     slo_class: str
     size: int  # the bits of `max_tokens`; -1: the client named none
@@ -44,9 +45,9 @@ class _Means:
     """The running means of one kind of requests, by client."""
 
     def __init__(self) -> None:
-        self.by_client: OrderedDict[str, float] = OrderedDict()  # the one that finished last is last
+        self.by_client: OrderedDict[str, float] = OrderedDict()  # the client that finished last is last
         self.common = PRIOR_TOKENS
-        """The mean for clients that are not known: the median of those that are, and of the guess."""
+        """The mean for unknown clients: the median of the means of known clients and of the guess."""
 
     def saw(self, client: str, output_tokens: int) -> None:
         mean = self.by_client.pop(client, self.common)
@@ -91,7 +92,8 @@ KEEP: Final = 0.98
 
 
 class Transfers:
-    """Running sums over the handoffs of the decode pool. A handoff weighs by its bytes, so small ones say little."""
+    """Running sums over the handoffs of the decode pool. A handoff weighs by its bytes, so a small handoff has little
+    weight."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -99,7 +101,7 @@ class Transfers:
         self._exposed_s = 0.0
 
     def saw(self, kv_bytes: int, exposed_s: float) -> None:
-        """Count a handoff that was committed. One without bytes, or with a time that is no number, says nothing."""
+        """Count a handoff that was committed. A handoff without bytes, or with a time that is no number, does not count."""
         if kv_bytes <= 0 or not math.isfinite(exposed_s) or exposed_s < 0:
             return
         self._count = KEEP * self._count + 1
@@ -110,8 +112,8 @@ class Transfers:
         """Return the time from the first token until the KV may be used, which the second token waits for. None: no handoff has
         been seen.
 
-        A small handoff is nearly all messages, and of a large one only the last chunk is exposed. So the time is in proportion
-        to the bytes up to the mean handoff, and that of the mean handoff above it.
+        A small handoff takes nearly all its time for messages, and of a large handoff only the last chunk is exposed. So up to
+        the mean handoff the time is in proportion to the bytes, and above it the time is the mean handoff's time.
         """
         return None if self._bytes == 0 else self._exposed_s * min(kv_bytes / self._bytes, 1 / self._count)
 
@@ -142,10 +144,10 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
     """Check that a new request probably gets its first token in time. `late_s` is the part of the time that has passed since it
     arrived.
 
-    Raises `Overloaded` when it would be too late and would wait first: later, when others have gone, it need not wait. The
-    client should try again after the excess, within the bounds of any refusal. A request that would not wait is never refused,
-    because no later time is better. So an idle cluster takes every request, also one whose own prompt takes longer than its
-    target. Without a target or without a prediction no request is refused.
+    Raises `Overloaded` when the token would be too late and the request would wait first: once other requests have ended, the
+    request need not wait. The client should try again after the excess, within the bounds of any refusal. A request that would
+    not wait is never refused, because no later time is better. So an idle cluster takes every request, also one whose own
+    prompt takes longer than its target. Without a target or without a prediction no request is refused.
     """
     if slo.ttft_s is None or prediction is None or prediction.wait_s <= 0:
         return
@@ -160,6 +162,6 @@ def check_target(slo: SloClass, prediction: Prediction | None, *, late_s: float 
 
 
 def queue_wait_s(ahead: int, drained_per_s: float) -> float | None:
-    """Return the wait for a place on a full decode pool: one request ends for each that is ahead, and one for this request
-    itself. `drained_per_s` is the number of requests that end in a second, 0 for unknown."""
+    """Return the wait for a place on a full decode pool: a running request must end for each request ahead, and one more for
+    this request. `drained_per_s` is the number of requests that end in a second, 0 for unknown."""
     return seconds(ahead + 1, drained_per_s)

@@ -1,14 +1,16 @@
 """The health of workers by their results. It ejects outliers of a pool, and tells how often a worker should sit out.
 
-A failure of a request is a *charge* against the workers that had it, and is pending. If the next attempt goes further on other
-workers, the charge counts against the first ones. If it fails there with the same error, the request is at fault, and nothing
-counts. So a request that fails everywhere ejects nobody, at any rate, and neither does one that ends before it is clear.
+A failure of a request is a pending *charge* against the workers of the failed attempt. If the next attempt goes further on
+other workers, the charge counts against the workers of the failed attempt. If it fails there with the same error, the request
+is at fault, and nothing counts. So a request that fails everywhere ejects no worker, at any rate of such requests. A request
+that ends before its fault is clear ejects no worker either.
 
-A charge names both ends of a handoff where either may be the reason: a broken prefill worker makes logits that are no numbers
-on all decode workers alike, and is charged each time, while each of them is charged seldom.
+A charge names both ends of a handoff where either may be the reason: a broken prefill worker causes logits that are no numbers
+on all decode workers. The prefill worker is charged each time, and each decode worker is charged seldom.
 
-At least half of a pool always stays, the workers of a role that are linked and do not drain, and one that takes the longest
-requests. When the pool shrinks, ejected workers come back, those first whose time is over first. Design note 0064.
+At least half of a pool always stays, and so does a worker that takes the longest requests. The pool is here the workers of a
+role that are linked and do not drain. When the pool shrinks, ejected workers come back, in the order in which their times end.
+Design note 0064.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Health:
             self._readmit(worker.hello.role, now_s)
 
     def left(self, worker: Worker, now_s: float) -> None:
-        """Charge a worker that was lost while it ran requests, once for all of them. One that drains loses nothing."""
+        """Charge a worker that was lost while it ran requests, once for all of them. A draining worker is not charged."""
         account = self._accounts.get(worker.hello.worker_id)
         if account is not None:
             account.left_s = now_s
@@ -118,7 +120,8 @@ class Health:
             self._charge(request, (lender,), error.code, 1.0, now_s)
 
     def ended(self, request: LiveRequest, error: PdserveError | None) -> None:
-        """Take in the end of a request. What is still pending then counts for nobody, unless the request ended well."""
+        """Take in the end of a request. A charge that is still pending then counts against no worker, unless the request ended
+        well."""
         if error is None and request.machine.state is RequestState.FINISHED:
             self._convict(request, self._witnesses(request))
             for account in self._witnesses(request):
@@ -137,7 +140,8 @@ class Health:
         return worker.account is not None and worker.account.trial_left > 0
 
     def handicapped(self, now_s: float) -> bool:
-        """Tell whether some worker may have a handicap. Mostly none has one, and a choice then costs nothing more."""
+        """Tell whether some worker may have a handicap. Mostly no worker has a handicap, and then a choice costs no more
+        time."""
         return now_s < self._handicaps_until_s
 
     def look(self, now_s: float) -> None:
@@ -187,12 +191,12 @@ class Health:
                 account.absolved(charge.weight)
 
     def _clear(self, request: LiveRequest) -> bool:
-        """Tell whether the present bind has gone further than one that was charged and not judged yet."""
+        """Tell whether the present bind has gone further than a bind with a pending charge."""
         tokens = len(request.emitted) - len(request.resumed)
         return any(not c.judged and request.machine.bind > c.bind and tokens > c.tokens for c in request.charges)
 
     def _convict(self, request: LiveRequest, witnesses: Sequence[Account]) -> None:
-        """Count the charges that are pending against those workers that did not serve the present attempt."""
+        """Count the pending charges against the workers that did not serve the present attempt."""
         names = {account.worker_id for account in witnesses}
         for charge in request.charges:
             if charge.judged or request.machine.bind <= charge.bind:
@@ -213,8 +217,8 @@ class Health:
     # Ejection --------------------------------------------------------------------------------------------------------
 
     def _judge(self, now_s: float) -> None:
-        """Eject the worst of all workers that fail much more than their pools. What others were charged with may have been its
-        fault, so they begin anew."""
+        """Eject the worst of all workers that fail much more than their pools. The charges of the other workers may have been
+        its fault, so their accounts begin anew."""
         found = [worker for role in Role for worker in self._failing(self._registry.of_role(role))]
         for worker in sorted(found, key=lambda worker: -_share(worker)):
             told = f"{_share(worker):.0%} of its last requests failed, and others served them"
@@ -293,8 +297,9 @@ class Health:
     # Slowness --------------------------------------------------------------------------------------------------------
 
     def _look_at_speed(self, role: Role, now_s: float) -> None:
-        """Compare the workers of a role that have made steps of late, and judge those that have made some since the last look.
-        Weights of other types take other times, and devices that tell no peaks are compared with none that do."""
+        """Compare the workers of a role that have made steps recently, and judge the workers that have made steps since the
+        last look. Workers are compared only with workers whose weights have the same type, and devices that report no peaks are
+        not compared with devices that do."""
         kinds: dict[tuple[object, ...], list[tuple[Worker, Account, outliers.WorkerPace]]] = {}
         for worker in self._registry.of_role(role):
             hello, pace = worker.hello, outliers.pace_of(worker.hello, worker.before, worker.load)

@@ -25,12 +25,12 @@ class StayMean:
         self._mean_s = 0.0
 
     def saw(self, stay_s: float) -> None:
-        """Count a finished request. The first one is the whole mean."""
+        """Count a finished request. The first request sets the mean."""
         self._mean_s += (MEAN_WEIGHT if self._mean_s else 1.0) * (stay_s - self._mean_s)
 
     def drained_per_s(self, running: int) -> float:
         """Return how many of the `running` requests end in a second: by Little's law their number divided by the mean stay. It
-        does not depend on how busy the cluster was before. 0: nobody knows."""
+        does not depend on how busy the cluster was before. 0: unknown."""
         return running / self._mean_s if self._mean_s > 0 else 0.0
 
 
@@ -41,14 +41,14 @@ class Entry:
     link: LinkId
     tokens: int
     passed: bool = False
-    """The request passed one that waits for this worker."""
+    """The request passed another request that waits for this worker."""
 
 
 class Ledger:
     """The entries by request, and their sum by worker."""
 
     def __init__(self, note: Callable[[LinkId], None] = lambda link: None) -> None:
-        """`note` is told of each worker whose charge changes."""
+        """`note` is called with each worker whose charge changes."""
         self._note = note
         self._entries: dict[RequestId, Entry] = {}
         self._charged: dict[LinkId, int] = {}

@@ -122,13 +122,13 @@ class Reason(Enum):
     PREFILL_SLOW = "prefill_slow"
     """The prefill worker computes too slowly."""
     CACHED_SUFFIX = "cached_suffix"
-    """The decode worker has the KV of so much of the prompt that it soon computes the rest."""
+    """The decode worker has the KV of most of the prompt, so it computes the rest quickly."""
     SIBLING = "sibling"
     """The decode worker has the KV of the request's leader, which has the same prompt."""
     TRANSFER = "transfer"
     """The KV would take too long to move."""
     SUSPECT = "suspect"
-    """Workers died while they computed the request, so one decode worker computes all of it, and nothing else."""
+    """Workers died while they computed the request, so one decode worker computes the whole request, and no other request."""
     DEFAULT = "default"
 
 
@@ -177,16 +177,16 @@ class Times:
     last_token_s: float | None = None
     attempt: AttemptTimes = field(default_factory=AttemptTimes)
     drew_first: AttemptTimes | None = None
-    """Those of the attempt that drew the first token. A later attempt or a move leaves them as they are."""
+    """The times of the attempt that drew the first token. A later attempt or a move leaves them as they are."""
     leader: Times | None = None
-    """Those of a sibling's leader, once the sibling has waited for it."""
+    """The times of a sibling's leader, once the sibling has waited for it."""
     freed_s: float | None = None
     """The time at which that wait ended."""
 
     @property
     def first_gap_s(self) -> float | None:
-        """Return the time between the first token and the first decoded one. None: the attempt that drew the first token
-        decoded none."""
+        """Return the time between the first token and the first decoded token. None: the attempt that drew the first token
+        decoded no token."""
         decoded_s = None if self.drew_first is None else self.drew_first.first_decode_s
         return None if self.first_token_s is None or decoded_s is None else decoded_s - self.first_token_s
 
@@ -213,7 +213,7 @@ class Charge:
     workers: tuple[WorkerId, ...]
     code: ErrorCode
     bind: int
-    """The bind with which the attempt failed. A later one is on another worker, or the same one a second time."""
+    """The bind with which the attempt failed. A later bind is on another worker, or on the same worker a second time."""
     tokens: int
     """The tokens that the attempt had given when it failed."""
     weight: float
@@ -233,7 +233,7 @@ class Death(NamedTuple):
 
 
 DEATHS_TO_SUSPECT: Final = 2
-"""One death is an accident of its worker. A second one on another worker is hardly a chance for most requests."""
+"""One death is an accident of its worker. A second death on another worker is hardly a coincidence for most requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +249,7 @@ class LiveRequest:
     max_len: int
     """The tokens that prompt and output may have together."""
     new_prompt_tokens: int
-    """The prompt tokens that the request adds to the load. Those of a sibling are its leader's."""
+    """The prompt tokens that the request adds to the load. The prompt of a sibling counts for its leader."""
     machine: RequestMachine
     output: OrderedOutput
     times: Times
@@ -282,14 +282,15 @@ class LiveRequest:
     loss: PdserveError | None = None
     """The last error that the router tried to recover from."""
     no_room: str = ""
-    """The last decode worker that had no room, and what it lacked. Empty: none refused, or one has reserved since."""
+    """The last decode worker that had no room, and what it lacked. Empty: no worker refused, or a worker has reserved since
+    then."""
     retry_reasons: tuple[str, ...] = ()
     """The error codes that made each attempt after the first necessary."""
     charged: int = 0
     """The attempts that were made necessary by something else than a worker that this router has lost."""
     rebinds: int = 0
     avoid: tuple[WorkerId, ...] = ()
-    """The workers with which an attempt has failed. The request gets them again only if no other one can serve it."""
+    """The workers with which an attempt has failed. The request gets them again only if no other worker can serve it."""
     charges: list[Charge] = field(default_factory=list)
     """The attempts that have failed by a fault of the request or of a worker."""
     deaths: tuple[Death, ...] = ()
@@ -297,7 +298,7 @@ class LiveRequest:
     forgiven: int = 0
     """The number of deaths that were none, as the same process came back, since the request was last cleared."""
     convicted: bool = False
-    """The last of these workers computed nothing else that was suspected."""
+    """The last of these workers computed no other suspect."""
     cleared: bool = False
     """No worker has died under the request since it ran alone and came further than before."""
     alone_on: LinkId | None = None
@@ -307,14 +308,14 @@ class LiveRequest:
     trial_from: int | None = None
     """The number of tokens that the client had when the request began to run alone. None: it does not."""
     migrations: int = 0
-    """How often the request left a worker that was to be empty. No attempt is charged for it."""
+    """How often the request left a worker that had to become empty. Such a move uses up no attempt."""
     predicted_ttft_s: float = 0.0
-    """The time from arrival to the first token, as it was foreseen when the request was queued. 0: the class has no target for
-    it, or nobody knew."""
+    """The predicted time from arrival to the first token, made when the request was queued. 0: the class has no target for it,
+    or the time was unknown."""
     exact: bool = True
     """True while all linked workers computed alike each time a part of this request was placed."""
     keeps: LinkId | None = None
-    """The decode worker whose next room this waiting request has claimed. None: it has claimed none."""
+    """The decode worker whose next room this waiting request has claimed. None: it has no claim."""
     passed_by: int = 0
     """The number of later requests that ran on workers which this request had claimed."""
     unplaceable_since_s: float | None = None
@@ -326,7 +327,8 @@ class LiveRequest:
     lease: PrefillStarted | None = None
     """The lease of this attempt, as the prefill worker reported it. The machine of its work says when it may come."""
     cached_tokens: int | None = None
-    """The prompt tokens that the attempt which drew the first output token did not compute. None: nobody has told."""
+    """The prompt tokens that the attempt which drew the first output token did not compute. None: no worker has reported
+    them."""
     committed: KvCommitted | None = None
     """The report that decode has the KV of this attempt. The machine of its work says when it may come."""
 
@@ -398,11 +400,11 @@ class LiveRequest:
 
     @property
     def work_len(self) -> int:
-        """Return how many ids this attempt computes first: those of the prompt and the output of earlier attempts."""
+        """Return how many ids this attempt computes first: the ids of the prompt and of the output of earlier attempts."""
         return len(self.spec.prompt_ids) + len(self.resumed)
 
     def work(self, handle: Handle) -> Work:
-        """Return what a command tells a worker about this request."""
+        """Return the fields of this request that a command sends to a worker."""
         return Work(handle, self.request_id, self.spec, self.resumed)
 
     def report(self, *, now_s: float) -> Report:
@@ -448,8 +450,8 @@ class LiveRequest:
         )
 
     def _ttft_met(self, now_s: float) -> bool | None:
-        """Tell whether the target for the first token was met. A failed request without a token has missed it; one that was
-        cancelled has missed it if it waited for longer."""
+        """Tell whether the target for the first token was met. A failed request without a token has missed the target; a
+        cancelled request has missed it if it waited for longer than the target."""
         first_s = self.times.first_token_s
         if self.slo.ttft_s is None or first_s is not None:
             return None if first_s is None else self.slo.ttft_met(first_s - self.times.arrived_s)

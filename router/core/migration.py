@@ -1,9 +1,9 @@
-"""Migration: running requests leave a worker that is to be empty: it drains, changes its role, or is to run one request alone.
+"""Migration: running requests leave a worker that is to be empty: it drains, changes its role, or will run one request alone.
 
-A request moves as a replay from its prompt and the tokens that the client has, in the same attempt: it pays with nothing but a
-pause. So that the pause stays short, a request that decodes stays and is served where it is until another worker has room for
-it at once, and only a few move at a time: a worker that leaves does not flood the others with prompts. What finds no room is
-served to its end, or until the worker's `drain_timeout_s`.
+A request moves as a replay from its prompt and the tokens that the client has, in the same attempt: its only cost is a pause.
+So that the pause stays short, a request that decodes stays and is served where it is until another worker has room for it at
+once, and only a few move at a time: a worker that leaves does not flood the others with prompts. A request that finds no room
+is served to its end, or until the worker's `drain_timeout_s`.
 
 A prompt that is not computed yet pauses nobody, and may take minutes, so all of them move at once, and are computed from the
 beginning. If the prefill worker is to be empty, the request keeps its room: it is placed again in the event that frees the
@@ -31,13 +31,13 @@ from router.core.waiting import placed_again
 _S, _E = RequestState, RequestEvent
 
 MOVES_EACH: Final = 4
-"""At most so many requests for each worker that takes them wait for their next token at a time. Their prompts together take a
-step or two, and a batch of 64 has moved after 16 turns, which is seconds."""
+"""The most moved requests that wait for their next token at a time, for each worker that takes them. Their prompts together
+take a step or two, and a batch of 64 has moved after 16 turns, which is seconds."""
 FINISH_TOKENS: Final = 8
-"""A request with at most so many tokens left ends sooner where it is than its prompt is computed elsewhere."""
+"""A request with at most this many tokens left ends sooner where it is than its prompt is computed elsewhere."""
 MAX_LOOKS: Final = 32
-"""After so many requests without room, the others are looked at when there is room again, or at a tick. Each event that opens
-room may make so many looks, whatever the number of workers that drain, which begin in turn."""
+"""After this many requests without room, the others are looked at when there is room again, or at a tick. Each event that opens
+room may make this many looks in all. The draining workers share these looks, and a different worker begins each time."""
 
 
 class Migration:

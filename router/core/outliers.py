@@ -15,14 +15,14 @@ from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.core.account import Account
 
 FAILURES: Final = 4.5
-"""An outlier has failed so often: five times in a row, since each failure counts a little less than the next one. Envoy's
+"""An outlier has failed at least five times in a row, since each failure counts a little less than the next failure. Envoy's
 `consecutive_5xx` is 5 as well."""
 ON_TRIAL: Final = 0.5
 """One failure ends a trial."""
 TIMES_THE_POOL: Final = 3.0
 """An outlier fails three times as large a share of its results as the rest of the pool does."""
 SLOW: Final = 2.0
-"""A worker whose steps take twice as long as those of its pool has a handicap. Less than that is noise of load."""
+"""A worker whose steps take twice as long as the steps of its pool has a handicap. A smaller ratio is noise of load."""
 TOO_SLOW: Final = 4.0
 TOO_SLOW_S: Final = 10.0
 LOOK_S_MIN: Final = 1.0
@@ -31,7 +31,7 @@ LOOK_S_MAX: Final = 4.0
 time between looks, or for the time of its steps if they took longer. It takes three looks in a row at least: one long step may
 have been disturbed."""
 COMPARED: Final = 3
-"""Slowness is told among at least three workers: of two, either may be the odd one."""
+"""Slowness is judged among at least three workers: of two workers, either may be the outlier."""
 AWAY_S: Final = 30.0
 """The time for which a worker is ejected first, as Envoy's `base_ejection_time`."""
 AWAY_AGAIN_S: Final = 300.0
@@ -39,14 +39,14 @@ AWAY_MAX_S: Final = 3600.0
 """A worker that fails again after its return has passed a probe in between, so probes do not show its fault. It stays out for
 five minutes then, and twice as long each further time."""
 WELL_S: Final = 3600.0
-"""After so long without an ejection the next one is a first one again."""
+"""After this time without an ejection, the next ejection counts as the first again."""
 
 
 def fails(account: Account, rest: Iterable[Account]) -> bool:
     """Tell whether a worker fails much more of its requests than the rest of its pool.
 
-    It does not while the rest has shown no result, since then nothing says that others do better. A share of few results is
-    uncertain by about one result, which counts for the worker and against the rest.
+    The answer is no while the rest has no good result, since then no evidence says that others do better. A share of few
+    results is uncertain by about one result. So one result is added in the worker's favour, and one failure to the rest.
     """
     if account.bad < (ON_TRIAL if account.trial_left else FAILURES):
         return False
@@ -65,18 +65,18 @@ def away_s(ejections: int) -> float:
 
 
 class WorkerPace(NamedTuple):
-    """The speed of a worker's steps of late, and its device. A part that is 0 is unknown."""
+    """The speed of a worker's recent steps, and the peaks of its device. A part that is 0 is unknown."""
 
-    times: tuple[float, ...]  # of a step, and of some units of its work: a worker is slow only as far as it is by all of them
-    peaks: tuple[float, float]  # operations and bytes a second, as the worker tells them
+    times: tuple[float, ...]  # of a step and of some units of work; the least ratio of all counts as the slowness
+    peaks: tuple[float, float]  # operations and bytes a second, as the worker reports them
 
 
 def pace_of(hello: WorkerHello, before: WorkerLoad, now: WorkerLoad) -> WorkerPace | None:
-    """Return the pace of a worker's role between two heartbeats. None: it made no such steps, or does not tell enough.
+    """Return the pace of a worker's role between two heartbeats. None: it made no such steps, or its reports lack a number.
 
     A step of decodes takes a fixed time, some for each sequence and some for each byte of weights and KV that it reads. A step
     of prompts takes a fixed time, some for each token and some for each operation, which grow with the length of a prompt. The
-    rate that a prefill worker tells counts once more: a single disturbed step changes it little.
+    rate that a prefill worker reports counts as one more time: a single disturbed step changes it little.
     """
     peaks = hello.peak_flops_per_s, hello.peak_bytes_per_s
     if hello.role is Role.DECODE:
@@ -95,11 +95,11 @@ def pace_of(hello: WorkerHello, before: WorkerLoad, now: WorkerLoad) -> WorkerPa
 
 
 def slowness(paces: Sequence[WorkerPace]) -> list[float]:
-    """Return for each worker the time of its steps as a multiple of the median. 1: it is not slow, or nobody knows.
+    """Return for each worker the time of its steps as a multiple of the median. 1: it is not slow, or its pace is unknown.
 
-    Its work alone makes a worker look three times as slow at most, which is not too slow: of the three parts of its time one is
-    a third or more, and by the unit of this part its time is at most three times what the unit costs everybody. A device that
-    is slower by what the workers tell of it is no fault.
+    Different work alone makes a worker look at most three times as slow, which is below `TOO_SLOW`: one of the three parts of
+    its time is a third or more, so its time for a unit of this part is at most three times what the unit costs every worker. A
+    device that is slower by its reported peaks is no fault.
     """
     if len(paces) < COMPARED:
         return [1.0] * len(paces)
@@ -112,7 +112,7 @@ def slowness(paces: Sequence[WorkerPace]) -> list[float]:
 
 
 def _medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median of the known values of each column. 0: nobody knows one."""
+    """Return the median of the known values of each column. 0: no value is known."""
     return [median([value for value in column if value > 0] or [0.0]) for column in zip(*rows, strict=True)]
 
 

@@ -1,5 +1,5 @@
 """Pairs of a prefill worker and a decode worker between which KV does not pass. Pure. The router keeps this record itself,
-because it sees all handoffs. Workers whose versions differ too much need no record: what they have said of themselves tells it.
+because it sees all handoffs. Workers whose versions differ too much need no record: their hellos show it.
 
 A pair that fails is set aside, longer after each further failure, and is tried again when that time is over. A success clears
 it. A pair is two processes, not two names: a restarted worker makes a new pair.
@@ -59,12 +59,12 @@ class Pairs:
             pair.until_s = now_s + min(self._aside_max_s, self._aside_s * 2.0 ** min(pair.failures - 1, 32))
 
     def partners(self, worker: WorkerHello) -> int:
-        """Return with how many workers one has failed in a row."""
+        """Return with how many workers this worker has failed in a row."""
         return len(self._partners.get(worker.incarnation, ()))
 
     def at_fault(self, worker: WorkerHello) -> bool:
-        """Tell whether a worker is probably what its failed pairs have in common: there are two of them, and KV has passed
-        between other workers meanwhile. While it passes nowhere, no single worker is the reason."""
+        """Tell whether a worker is probably the cause of its failed pairs: two or more pairs have failed, and KV has passed
+        between other workers since then. While KV passes nowhere, no single worker is the cause."""
         return self.partners(worker) >= 2 and self._passed > self._since[worker.incarnation]
 
     def in_a_row(self, prefill: WorkerHello, decode: WorkerHello) -> None:
@@ -111,8 +111,8 @@ class Pairs:
         self._doubted.pop(_key(prefill, decode), None)
 
     def usable(self, prefill: WorkerHello, decode: WorkerHello, *, now_s: float) -> bool:
-        """Tell whether KV may go from one to the other at `now_s`. An infinite `now_s` asks whether it ever may. Workers
-        without a common version of their protocol, or with different weights, are never paired."""
+        """Tell whether KV may go from the prefill worker to the decode worker at `now_s`. An infinite `now_s` asks whether KV
+        may ever go. Workers without a common version of their protocol, or with different weights, are never paired."""
         if not prefill.may_pair(decode):
             return False
         pair = self.failures.get(_key(prefill, decode)) if self.failures else None

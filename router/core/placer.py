@@ -1,5 +1,5 @@
 """The placer decides where a request runs: whether its prompt is computed where it is decoded, and on which workers. It changes
-no worker and no pool: a `Pick` says all that was found, and `took` counts it once it is used.
+no worker and no pool: a `Pick` holds the whole result, and `took` counts the pick once it is used.
 
 The decision between disaggregated and colocated comes first. Rules come before costs: what the client asks for, the settings,
 and what the pools can do (`decide`). A request that the rules leave free is weighed by predicted cost (`weigh`). The request
@@ -96,10 +96,11 @@ def weigh(decoder: Candidate, lender: Candidate, prompt_tokens: int, exposed_s: 
     """Return why the decode worker should compute the prompt of `prompt_tokens` itself. None: the prefill worker should, or the
     costs are unknown.
 
-    The cost of each way is in seconds, of the request and of those that it delays. Disaggregated: the wait and the computation
-    on the prefill worker, and the transfer that the second token waits for (`exposed_s`, None for unknown). Colocated: the wait
-    and the computation on the decode worker, and the same computation once more for each sequence that decodes there, because
-    all of them stand still for that time. At least one is counted: the worker is for decoding, and others will come.
+    The cost of each way is the sum of the seconds of the request and of the requests that it delays. Disaggregated: the wait
+    and the computation on the prefill worker, and the transfer that the second token waits for (`exposed_s`, None for unknown).
+    Colocated: the wait and the computation on the decode worker, and the same computation once more for each sequence that
+    decodes there, because all of them stand still for that time. At least one is counted: the worker is for decoding, and
+    others will come.
     """
     queue_there_s, compute_there_s = prompt_wait_s(lender), compute_s(lender, prompt_tokens)
     queue_here_s, compute_here_s = prompt_wait_s(decoder), compute_s(decoder, prompt_tokens)
@@ -122,11 +123,12 @@ def _compute_reason(decoder: Candidate, lender: Candidate) -> Reason:
 
 MAX_SCORES: Final = 16
 SITTING_OUT: Final = 1
-"""This is added to the seed where chance decides who sits out, so that it does not depend on the draws of policies."""
+"""This number is added to the seed where chance decides which workers sit out, so that these draws do not depend on the draws
+of policies."""
 SUSPECT_SHARE: Final = 0.6
 """The share of `heartbeat_lost_s` after which a silent worker gets nothing new: 3 s of 5 s."""
 SOONEST: Final = Shortlist(least_loaded=1, holders=1)
-"""The workers among which a forecast looks for the one that would compute a prompt the soonest."""
+"""The number of workers that a forecast compares to find the worker that would compute a prompt the soonest."""
 
 _Usable = Callable[[Worker], bool]
 _Way = tuple[_Usable | None, Placement, Reason]
@@ -153,7 +155,7 @@ class Pick(NamedTuple):
 
 
 class Placer:
-    """Picks workers for requests. Among equally good ones it picks the one that was picked the longest ago."""
+    """Picks workers for requests. Among equally good workers it picks the least recently picked worker."""
 
     def __init__(
         self,
@@ -207,7 +209,7 @@ class Placer:
         kept, changed = request.decision, self._registry.changed or self._pairs.failures
         if kept is not None and not changed and kept.made == (now_s, self._pools.shifts, request.work_len):
             return kept
-        self.note_silence(now_s=now_s)  # else nobody would notice that a worker is heard again before the next tick
+        self.note_silence(now_s=now_s)  # otherwise a worker that is heard again would stay out until the next tick
         self._pools.refresh()
         placement, reason = self._rule(request, now_s, serving=True)
         decision = PlacementDecision(placement, reason, (now_s, self._pools.shifts, request.work_len))
@@ -215,7 +217,8 @@ class Placer:
         return decision
 
     def _rule(self, request: LiveRequest, now_s: float, *, serving: bool) -> tuple[Placement, Reason]:
-        """Apply the rules to the workers that serve now, or to those that may serve once they are ready."""
+        """Apply the rules. `serving`: to the workers that serve now; otherwise to the workers that may serve once they are
+        ready."""
         pools, prompt_tokens, max_len = self._pools, request.work_len, request.max_len
         if not pools.decode.has(max_len, serving=serving):
             if not pools.decode.has(0, serving=serving):
@@ -268,7 +271,7 @@ class Placer:
 
     @property
     def _no_pair(self) -> Reason:
-        """The reason why some worker has no partner, if one has none. Pairs that have failed explain it first."""
+        """The reason why some worker has no partner, if there is such a worker. Failed pairs are the first explanation."""
         return Reason.PAIRS_SET_ASIDE if self._pairs.failures else Reason.VERSIONS_DIFFER
 
     @property
@@ -301,8 +304,8 @@ class Placer:
         return None
 
     def _beside_leader(self, request: LiveRequest, link: LinkId, now_s: float, turn: Turn) -> Pick | None:
-        """Return the place beside the KV of the request's leader, where only what follows the last full block is computed.
-        None: that worker has left or drains, or has no room."""
+        """Return the place beside the KV of the request's leader, where only the tokens after the last full block are computed.
+        None: the leader's worker has left or drains, or has no room."""
         worker = self._registry.get(link)
         if worker is None:
             return None
@@ -397,8 +400,8 @@ class Placer:
         return self._avoiding(request, ways, now_s) if request.avoid else ways
 
     def _avoiding(self, request: LiveRequest, ways: list[_Way], now_s: float) -> list[_Way]:
-        """Return the same ways without the workers that the request avoids, as long as another one that serves could take the
-        request in one of these ways. It waits for the room of that one."""
+        """Return the same ways without the workers that the request avoids, as long as another serving worker could take the
+        request in one of these ways. The request then waits for room on that worker."""
         heard = self._heard_and(lambda worker: worker.hello.worker_id not in request.avoid, now_s)
         readers = [w for tier in self._pools.decode.fitting(request.max_len) for w in tier.alive.values() if heard(w)]
         if not any(usable is None or usable(worker) for usable, _, _ in ways for worker in readers):
@@ -406,7 +409,7 @@ class Placer:
         return [(self._heard_and(_both(usable, heard), now_s), placement, reason) for usable, placement, reason in ways]
 
     def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
-        """Return a function that tells whether a worker was heard of late and is usable."""
+        """Return a function that tells whether a worker was heard recently and is usable."""
         since_s = now_s - self._suspect_s
         if usable is None:
             return lambda worker: worker.last_seen_s >= since_s
@@ -415,8 +418,8 @@ class Placer:
     # Prefill workers ---------------------------------------------------------------------------------------------------
 
     def prefill_worker(self, request: LiveRequest, decode: LinkId, *, now_s: float) -> Pick | None:
-        """Pick a prefill worker that takes new work and whose KV may go to that decode worker. A probe has chosen its own.
-        None: there is no such worker."""
+        """Pick a prefill worker that takes new work and whose KV may go to the given decode worker. A probe has chosen its
+        prefill worker already. None: there is no such worker."""
         self._pools.refresh()
         if request.probe is not None:
             peer = None if request.probe.prefill is None else self._registry.get(request.probe.prefill)
@@ -439,8 +442,8 @@ class Placer:
 
     def outlook(self, request: LiveRequest, *, now_s: float) -> tuple[Candidate | None, bool]:
         """Return the worker that would probably compute the prompt of a new request as things are now, and whether some decode
-        worker would take the request at once. None: nobody could serve the request now, or nobody can tell. It picks nothing:
-        the policy may choose another worker, and a request that is refused takes nobody's turn."""
+        worker would take the request at once. None: no worker could serve the request now, or the times are unknown. The method
+        picks no worker: the policy may choose another worker, and a refused request changes no turn."""
         try:
             decision = self.decide(request, now_s=now_s)
         except Unavailable:
@@ -453,7 +456,7 @@ class Placer:
         computer = reader
         if not local:
             computer = self._soonest(Role.PREFILL, request, self._lending(request, now_s))
-        elif reader is None:  # one of those for whose room the request would wait
+        elif reader is None:  # one of the workers for whose room the request would wait
             workers = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
             computer = next((self._row(request, worker.link, Role.DECODE) for worker in workers), None)
         return computer, reader is not None
@@ -463,8 +466,8 @@ class Placer:
         return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
 
     def _soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
-        """Return the worker of a role that would compute the prompt the soonest, as far as anybody knows. Those without a rate
-        come last, by their load. None: no worker may take the request."""
+        """Return the worker of a role that would compute the prompt the soonest, as far as the rates are known. Workers without
+        a rate come last, by their load. None: no worker may take the request."""
         held = self._held(role, request)
         near = [] if held is None else held.longest(SOONEST.holders)
         best: tuple[tuple[bool, float, float], Candidate] | None = None
@@ -533,7 +536,8 @@ class Placer:
     def _row(
         self, request: LiveRequest, link: LinkId, role: Role, ranking: Ranking | None = None, session: LinkId | None = None
     ) -> Candidate:
-        """Return a worker's row with what it holds of the request's prompt, and with what a policy sees of the request."""
+        """Return a worker's row with the tokens of the prompt that it holds, and with the fields that a policy sees of the
+        request."""
         pool, held = self._pools.by_role[role], self._held(role, request)
         row = pool.row(link)
         blocks = 0 if held is None else held.blocks(link)
@@ -547,8 +551,8 @@ class Placer:
         return row
 
     def _held(self, role: Role, request: LiveRequest) -> Held | None:
-        """Return who of a role holds which part of the request's prompt. One event asks for it several times. None: the keys of
-        the prompt are unknown."""
+        """Return how much of the request's prompt each worker of a role holds. One event asks for it several times. None: the
+        keys of the prompt are unknown."""
         if not request.prefix_keys:
             return None
         walk = self._walks.get(role)
@@ -586,13 +590,13 @@ class Placer:
 
 
 def _both(one: _Usable | None, other: _Usable) -> _Usable:
-    """Return a function that tells whether a worker can be used by both."""
+    """Return a function that tells whether both functions find a worker usable."""
     return other if one is None else lambda worker: one(worker) and other(worker)
 
 
 def shared_tokens(request: LiveRequest, worker: Worker) -> int:
-    """Return the tokens of the blocks that a sibling shares with its leader: all full ones of the prompt before its last token,
-    which is always computed."""
+    """Return the tokens of the blocks that a sibling shares with its leader: all full blocks of the prompt before its last
+    token, which is always computed."""
     block_size = worker.hello.block_size
     return (request.work_len - 1) // block_size * block_size
 

@@ -5,8 +5,8 @@ which candidates it needs scored (`Shortlist`), so that a choice costs the same 
 about workers that may take the request, so a policy cannot break a rule of placement.
 
 Policies see predictions: the time until the first token, and the time between later ones, by what workers measure. None says
-that nobody has measured what a prediction needs; no number is invented. A prediction is for a choice, so it leaves out what is
-the same everywhere: messages, and the rest of the step that runs now.
+that nobody has measured what a prediction needs; no number is invented. A prediction serves a comparison, so it leaves out the
+times that are the same on all workers: messages, and the rest of the step that runs now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.core.events import LinkId
 
 
 class Candidate(NamedTuple):
-    """An immutable snapshot of one worker, and of what it has to do with one request."""
+    """An immutable snapshot of one worker in relation to one request."""
 
     link: LinkId
     kv_tokens: int  # tokens whose KV fits its whole pool
@@ -37,20 +37,20 @@ class Candidate(NamedTuple):
     running: int = 0  # sequences that this router placed on it
     prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: nobody knows yet
     decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: nobody knows yet
-    step_sequences: int = 0  # sequences that it ran when it told this time
+    step_sequences: int = 0  # sequences that it ran when it reported this time
     picked: int = 0  # number of the pick, counted over the pool, that last chose it; 0: none did
     cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
     session: bool = False  # the last turn of the request's session was placed on it
     draw: float = 0.0  # random number in [0, 1), new for each request and worker
     role: Role = Role.DECODE
     load: float = 0.0  # how busy it is, in the measure of its pool (`router.core.pools`)
-    counted_tokens_per_s: float = 0.0  # rate of prompts as it counts beside the other workers of its pool; 0: nobody knows any
+    counted_tokens_per_s: float = 0.0  # prompt rate, or the pool's mean where it is unknown or near; 0: no rate is known
 
 
 class RequestView(NamedTuple):
     """An immutable view of one request."""
 
-    prompt_tokens: int  # tokens whose KV must be computed: the prompt, and on a retry what the client has
+    prompt_tokens: int  # tokens whose KV must be computed: the prompt, and on a retry the output so far
     kv_tokens: int  # tokens whose KV the request will probably take on the worker
     ttft_left_s: float | None = None  # time until the first token is late by the request's class; None: no target
     tpot_s: float | None = None  # target for the time between tokens; None: no target
@@ -58,8 +58,8 @@ class RequestView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """The candidates that a policy needs scored. The groups are joined, and a worker is in it once. The pool takes them from
-    orders that it keeps: only workers that may take the request are on it, and at least one is when there is one."""
+    """The candidates that a policy needs scored. The groups are joined, and each worker is in the list once. The pool takes
+    them from orders that it keeps: it has only workers that may take the request, and at least one worker if any may."""
 
     least_loaded: int = 0
     """The number of workers with the least load."""
@@ -76,7 +76,7 @@ class Shortlist:
 
 
 EVERYONE: Final = Shortlist(everyone=True)
-"""The shortlist of a policy without one of its own."""
+"""The shortlist of a policy that names no shortlist."""
 
 Policy = Callable[[Candidate, RequestView], float]
 Scorer = Callable[[Sequence[Candidate], RequestView], Sequence[float]]
@@ -98,13 +98,13 @@ def shortlisted(shortlist: Shortlist) -> Callable[[_F], _F]:
 # Predictions -------------------------------------------------------------------------------------------------------------
 
 FIXED_SEQUENCES: Final = 64
-"""The part of a decode step that does not depend on its sequences takes as long as so many sequences do: reading the weights.
+"""The fixed part of a decode step, reading the weights, takes as long as this many sequences.
 
 DistServe's fits (OPT-13B and 66B on A100, 500 tokens of context each) give 57 and 106. Splitwise's measurements of 1 to 64
 sequences (llama2-70b and bloom-176b, A100 and H100) give 65 to 174. The low end predicts a step rather too long.
 """
 ASSUMED_TOKENS_PER_S: Final = 10_000.0
-"""The rate of all workers of a pool in which nobody has told a rate yet. Any number gives the same order."""
+"""The rate of all workers of a pool in which no worker has reported a rate yet. Any number gives the same order."""
 
 
 def seconds(amount: float, per_s: float) -> float | None:
@@ -122,7 +122,7 @@ def total(*parts: float | None) -> float | None:
 
 
 def prompt_s(tokens: int, tokens_per_s: float) -> float:
-    """Return the seconds that so many prompt tokens take. A rate of 0 is not known, and the assumed one stands for it."""
+    """Return the seconds that this many prompt tokens take. A rate of 0 is unknown, and the assumed rate replaces it."""
     return tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S)
 
 
@@ -164,7 +164,7 @@ def tpot_s(candidate: Candidate) -> float | None:
 
 RECOMPUTE_WEIGHT: Final = 2.0
 """Simulated on 100 workers under a public trace, at a load that saturates them, 2 met the targets of 77 % of the requests, and
-0 of 22 %. At half that load they are alike. With 4, the p99 of TTFT at half load rises (docs/design/0028-placement.md)."""
+0 of 22 %. At half that load they are equal. With 4, the p99 of TTFT at half load rises (docs/design/0028-placement.md)."""
 
 
 @shortlisted(Shortlist(least_loaded=2, holders=4))
@@ -199,19 +199,20 @@ def prefix_aware(candidate: Candidate, request: RequestView) -> float:
 # The policy "session_affinity" -------------------------------------------------------------------------------------------
 
 SLACK_SHARE: Final = 0.25
-"""The load moves by less than this when turns of others come and go, so a session stays where it is. A full worker is a quarter
-fuller than one at three quarters, so no session holds on to it while others have much room."""
+"""The load moves by less than this when turns of other sessions come and go, so a session stays where it is. A full worker is a
+quarter fuller than a worker at three quarters, so no session stays on a full worker while others have much room."""
 
 
 @shortlisted(Shortlist(session=True, least_loaded=1))
 def session_affinity(candidate: Candidate, request: RequestView) -> float:
-    """Return the negative load, less what the worker of the session's last turn may have more than the least loaded one.
+    """Return the negative load. The worker of the session's last turn may have some more load than the least loaded worker and
+    still wins.
 
     A prefill worker may have a queue that is longer by the time in which it computes this prompt, since the KV that it may
     still have saves no more. A decode worker may be fuller by `SLACK_SHARE` of its KV or slots. A request without a session
     goes to the least loaded worker.
 
-    This policy needs no knowledge of prefixes: it serves where workers do not tell what they hold, and costs the same for any
+    This policy needs no knowledge of prefixes: it works where workers do not report their blocks, and costs the same for any
     prompt.
     """
     if not candidate.session:
@@ -225,7 +226,7 @@ def session_affinity(candidate: Candidate, request: RequestView) -> float:
 
 BANDS: Final = 4
 LEAST_ALLOWED_S: Final = 1e-3
-"""A request that is late already has no time left. It counts as if it had this much, so that it prefers the shortest queue."""
+"""A late request has no time left. It counts as if it had this time left, so that it prefers the shortest queue."""
 
 
 @shortlisted(Shortlist(least_loaded=4, holders=4))
@@ -242,7 +243,7 @@ def goodput(candidate: Candidate, request: RequestView) -> float:
 
     The place falls with `predicted / allowed`, summed over the targets: more slack or less lateness, relative to what is
     allowed, is better. It falls with the load where the request has no targets or a rate is unknown. A worker with an unknown
-    rate goes before those that would be late: it has computed nothing of late, and it gets a rate only from work.
+    rate goes before workers that would be late: it has computed nothing recently, and it gets a rate only from work.
 
     A prefill worker decides about TTFT, a decode worker about TPOT, and about TTFT if it computes the prompt. The request has
     only the targets that the worker decides about.
@@ -265,7 +266,8 @@ def goodput(candidate: Candidate, request: RequestView) -> float:
 
 
 def _counted(candidate: Candidate) -> Candidate:
-    """Return the candidate with the rate as it counts, if it is known: equal workers take turns whatever they measured."""
+    """Return the candidate with its counted rate, if that rate is known: equal workers take turns although their measured rates
+    differ."""
     known = candidate.prompt_tokens_per_s > 0 and candidate.counted_tokens_per_s > 0
     return candidate._replace(prompt_tokens_per_s=candidate.counted_tokens_per_s) if known else candidate
 
@@ -337,8 +339,8 @@ BUILT_IN: Final = Rankings(prefill=_PREFIX_AWARE, decode=_PREFIX_AWARE)
 
 
 def pick(candidates: Sequence[Candidate], scores: Sequence[float]) -> Candidate | None:
-    """Return the candidate with the highest score. Among equals it is the one that was picked the longest ago, and then the one
-    that joined first. None: there is no candidate."""
+    """Return the candidate with the highest score. Among equals it is the least recently picked candidate, and then the
+    candidate that joined first. None: there is no candidate."""
     if not candidates:
         return None
     best = max(scores)
@@ -361,13 +363,13 @@ class Why(Enum):
     LEADER = "leader"
     """The worker has the KV of the request's leader, which has the same prompt."""
     ALONE = "alone"
-    """The request is suspected of ending its workers, and this one serves nobody else."""
+    """The request is suspected of ending its workers, and this worker serves no other request."""
     PROBE = "probe"
     """The router has to find out whether KV passes through this worker."""
 
 
 def why(picked: Candidate, shortlist: Shortlist) -> Why:
-    """Return the reason of a pick: the strongest one that the shortlist and the picked worker have in common."""
+    """Return the reason of a pick: the strongest reason that the shortlist and the picked worker have in common."""
     if shortlist.everyone:
         return Why.SCORE
     if shortlist.session and picked.session:

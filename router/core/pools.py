@@ -28,12 +28,13 @@ from router.core.turns import FIRST, Turn
 
 
 NOISE_SHARE: Final = 0.25
-"""Rates within this share of the pool's mean count as equal to it. One worker measures rates that differ by as much, because
-prompts differ. If they counted, the fastest of equal workers would win every tie."""
+"""Rates within this share of the pool's mean count as equal to it. The measured rates of one worker vary by this share, because
+prompts differ. If the difference counted, the fastest of equal workers would win every tie."""
 DRIFT_SHARE: Final = 0.125
-"""The mean that counts follows the true one when that is further away than this, since then all workers are sorted anew."""
+"""The counted mean follows the true mean only beyond this distance, since a new counted mean means that all workers are sorted
+anew."""
 MOST_TOKENS_PER_S: Final = 1e9
-"""A rate beyond this, or one that is no number, is not known."""
+"""A rate above this, or a rate that is no number, is unknown."""
 
 
 class Rates:
@@ -48,7 +49,7 @@ class Rates:
         """The mean that counts, in tokens a second. 0: no rate is known."""
 
     def note(self, link: LinkId, tokens_per_s: float) -> None:
-        """Take in the rate of a worker; 0 stands for an unknown one, and for a worker that has left. `settle` follows."""
+        """Take in the rate of a worker. 0: the rate is unknown, or the worker has left. `settle` follows."""
         rate = _thousandths(tokens_per_s)
         if rate == self._known.get(link, 0):
             return
@@ -58,7 +59,7 @@ class Rates:
         self._noted = True
 
     def settle(self) -> bool:
-        """Let the mean that counts follow the true one if that has drifted. True: it has changed.
+        """Set the counted mean to the true mean if the true mean has drifted. True: the counted mean has changed.
 
         The result depends on the moments of the calls. So only the core's own questions settle, which a replay repeats.
         """
@@ -78,7 +79,8 @@ class Rates:
         return abs(mean - self.counted_mean) > DRIFT_SHARE * self.counted_mean
 
     def counted(self, tokens_per_s: float) -> float:
-        """Return the rate that a worker's own rate counts as: the mean if it is unknown or near. 0: none is known."""
+        """Return the counted rate of a worker: its own rate, or the mean if its rate is unknown or near the mean. 0: no rate is
+        known."""
         mean = self.counted_mean
         return tokens_per_s if _thousandths(tokens_per_s) and abs(tokens_per_s - mean) > NOISE_SHARE * mean else mean
 
@@ -107,7 +109,7 @@ def decode_share(promised_tokens: int, kv_tokens: int, running: int, max_num_seq
 # This is a hint for placement: a worker that has computed a turn probably still has its KV. A session that is forgotten, or
 # whose worker has left, only costs the time to compute the conversation anew.
 #
-# A session belongs to a salt, so a tenant who guesses the name of another's session learns nothing and moves nothing.
+# A session belongs to a salt, so a tenant who guesses the name of another tenant's session learns nothing and moves nothing.
 
 
 MAX_SESSIONS: Final = 16_384
@@ -130,7 +132,7 @@ class Sessions:
         self._registry = registry
         self._max_sessions = max_sessions
         self._turns: dict[tuple[str, str], dict[Role, _SessionTurn]] = {}
-        """The turns by salt and session. The session that had a turn last is the last one."""
+        """The turns by salt and session. The last entry is the session with the latest turn."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -160,19 +162,20 @@ class Sessions:
 # One pool --------------------------------------------------------------------------------------------------------
 
 MAX_LOOKS: Final = 32
-"""At most so many workers without enough free KV are passed over in the order of load. The order of free KV then finds a worker
-that has enough, if there is one."""
+"""The most workers without enough free KV that are passed over in the order of load. After them, the order of free KV finds a
+worker with enough, if there is one."""
 EMPTY: Final = 1 << 62
-"""The free tokens of a decode worker on which nothing is promised. It is always asked, since the estimate may be wrong."""
+"""The free tokens of a decode worker on which nothing is promised. Such a worker is always asked, since the estimate may be
+wrong."""
 
 
 class Ask(NamedTuple):
     """The workers that one request can use."""
 
     length: int  # max_model_len must be at least this
-    kv_tokens: int  # so many tokens must be free
+    kv_tokens: int  # this many tokens must be free
     allowed: Callable[[Worker], bool]  # what else must hold; it is asked of the workers that are looked at, and of no other
-    turn: Turn = FIRST  # the request's turn: it may take a worker that is kept for a later one
+    turn: Turn = FIRST  # the request's turn: it may take a worker that is kept for a later turn
 
 
 class State(NamedTuple):
@@ -189,7 +192,7 @@ class State(NamedTuple):
     load: float
     free_tokens: int
     picked: int
-    spare_tokens: int  # so much KV may be given to requests that pass the one for which the worker is kept
+    spare_tokens: int  # KV that requests may take which pass the claiming request
     row: Candidate  # the snapshot that policies see, without what depends on a request
 
 
@@ -205,13 +208,13 @@ class Tier:
         self.serving: dict[LinkId, Worker] = {}
         self.alive: dict[LinkId, Worker] = {}
         self.by_load: list[tuple[float, int, LinkId]] = []
-        """Open workers with their load and their last pick. The least loaded one is first."""
+        """Open workers with their load and their last pick. The least loaded worker is first."""
         self.by_free: list[tuple[int, LinkId]] = []
-        """Open workers with their free tokens. The emptiest one is last."""
+        """Open workers with their free tokens. The emptiest worker is last."""
         self.by_turn: list[tuple[int, LinkId]] = []
-        """Open workers with their last pick. The one that was picked the longest ago is first."""
+        """Open workers with their last pick. The least recently picked worker is first."""
         self.closed: list[tuple[int, LinkId]] = []
-        """Alive workers without space that nobody has claimed, with their free tokens. The emptiest one is last."""
+        """Alive, unclaimed workers without space, with their free tokens. The emptiest worker is last."""
 
 
 class Pool:
@@ -226,13 +229,13 @@ class Pool:
         self._mean_moved = False
         """The mean rate has moved, and the workers have not been sorted anew yet."""
         self.tiers: dict[int, Tier] = {}
-        """The tiers by `max_model_len`, in no order. One without workers is dropped."""
+        """The tiers by `max_model_len`, in no order. A tier without workers is dropped."""
         self.kept: dict[LinkId, Turn] = {}
         """The workers with space that is kept for a request, by its turn."""
         self.tier_changes = 0
         """The number of times that a tier came or went."""
         self.shifts = 0
-        """The number of times that a worker began or ceased to be one that requests may wait for."""
+        """The number of times that requests may newly wait for a worker, or may no longer wait for it."""
         self.opened = 0
         """The number of times that a worker became able to take more."""
         self.picks = 0
@@ -342,11 +345,11 @@ class Pool:
         return self._states[link].row
 
     def shortlist(self, which: Shortlist, ask: Ask, near: Iterable[LinkId], seed: int) -> list[LinkId]:
-        """Return the candidates of a policy, each once. `near` are workers that it asks for by name: those that hold a
-        beginning of the prompt, and the one of the session. Where there is none else, they are the workers on which it may pass
-        the request that waits for them. Empty: no worker may take the request.
+        """Return the candidates of a policy, each once. `near` are workers that the policy names: the holders of a beginning of
+        the prompt, and the worker of the session. If no worker may take the request in its turn, the candidates are the claimed
+        workers on which it may pass the claiming request. Empty: no worker may take the request.
 
-        A drawn worker has the same chance as every other one, unless many are not allowed.
+        Every worker has the same chance to be drawn, unless many workers are not allowed.
         """
         return self._able(which, ask, near, seed) or [link for link in self.kept if self._lets_pass(link, ask)]
 
@@ -371,8 +374,8 @@ class Pool:
         return list(found)
 
     def to_keep(self, ask: Ask) -> Worker | None:
-        """Return the worker that a request without room should claim: the one that nobody has claimed with the most free KV
-        of those that could serve it. None: there is none."""
+        """Return the worker that a request without room should claim: of the unclaimed workers that could serve it, the worker
+        with the most free KV. None: there is no such worker."""
         best: tuple[int, LinkId] | None = None
         for tier in self.fitting(ask.length):
             for order in (tier.by_free, tier.closed):
@@ -393,13 +396,13 @@ class Pool:
         )
 
     def _lets_pass(self, link: LinkId, ask: Ask) -> bool:
-        """Tell whether a worker that is kept for an earlier request has KV that this one does not need."""
+        """Tell whether a worker that is kept for an earlier request has enough KV that the earlier request does not need."""
         state = self._states[link]
         fits = state.length >= ask.length and min(state.spare_tokens, state.free_tokens) >= ask.kv_tokens
         return fits and ask.allowed(self._workers[link])
 
     def _roomy(self, tier: Tier, ask: Ask, at_most: int = EMPTY) -> list[LinkId]:
-        """Return workers that may take the request, the emptiest ones first."""
+        """Return workers that may take the request, the emptiest workers first."""
         found: list[LinkId] = []
         for free_tokens, link in reversed(tier.by_free):
             if free_tokens < ask.kv_tokens or len(found) == at_most:
@@ -517,8 +520,8 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_t
 
 
 def _spare_tokens(worker: Worker, promised_tokens: int, passed_tokens: int) -> int:
-    """Return the KV that further requests may take which pass the one that has claimed the worker. They leave it what it needs
-    once the others have ended. There is none if it would have room now without those that passed it."""
+    """Return the KV for further requests that pass the claiming request. They leave the KV that the claiming request needs once
+    the running requests have ended. 0: the claiming request would have room now without the requests that have passed it."""
     kv_tokens, need_tokens = worker.hello.kv_tokens, worker.kept_tokens
     if need_tokens is None or promised_tokens - passed_tokens + need_tokens <= kv_tokens:
         return 0
@@ -526,7 +529,7 @@ def _spare_tokens(worker: Worker, promised_tokens: int, passed_tokens: int) -> i
 
 
 def _gained(old: State, new: State) -> bool:
-    """Tell whether the worker may now take what it did not take before."""
+    """Tell whether the worker may now take work that it could not take before."""
     more = new.space and (not old.space or new.free_tokens > old.free_tokens)
     return more or (new.open and not old.open) or (new.known and not old.known) or (new.serving and not old.serving)
 
@@ -584,7 +587,7 @@ class Pools:
 
     @property
     def shifts(self) -> int:
-        """The number of times that some worker began or ceased to be one that requests may wait for."""
+        """The number of times that requests may newly wait for some worker, or may no longer wait for it."""
         return self.prefill.shifts + self.decode.shifts
 
     @property
@@ -594,7 +597,7 @@ class Pools:
 
     def check_invariants(self) -> None:
         """Assert that both pools are what they would be if they were made anew. The mean rates stay as they are: a recording
-        does not tell when this was asked, and its replay must decide the same."""
+        does not record calls of this method, and its replay must decide the same."""
         self._update()
         for role, pool in self.by_role.items():
             pool.check_invariants({worker.link: worker for worker in self._registry.of_role(role)})

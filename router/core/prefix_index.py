@@ -1,8 +1,8 @@
 """The index of held prefixes: which worker probably holds which blocks of a prompt. Pure.
 
-Workers name their published blocks by keys and tell changes as numbered deltas. Each worker has a bit, and each key has a mask
-of the workers that hold it, so one walk over the keys of a prompt compares all workers. Work that was sent counts at once: it
-will hold its prompt's keys.
+Workers name their published blocks by keys and report changes as numbered deltas. Each worker has a bit, and each key has a
+mask of the workers that hold it, so one walk over the keys of a prompt compares all workers. Work counts as soon as it is sent:
+its worker will hold the prompt's keys.
 
 An answer is a hint. It chooses a worker, and the worker itself compares whole hashes.
 
@@ -37,7 +37,7 @@ class Held:
     __slots__ = ("_bits", "_links", "_steps")
 
     def __init__(self, steps: list[tuple[int, int]], bits: dict[LinkId, int], links: dict[int, LinkId]) -> None:
-        """`steps` has lengths with the masks of the workers that hold just so many keys, shortest first."""
+        """`steps` has lengths, each with the mask of the workers that hold exactly that many keys, shortest first."""
         self._steps = steps
         self._bits = bits
         self._links = links
@@ -69,16 +69,16 @@ class Held:
 # The mask of workers of each key, by age. Pure.
 #
 # Keys live in a few dicts, the generations, each of which has keys of about one age. The oldest key is taken from the end of
-# the oldest dict, which costs the same at any size. One dict would have to be walked from its beginning, over the places of all
-# keys that have gone, and would stop the loop for 50 to 100 ms each time that it grows or is packed.
+# the oldest dict, which costs the same at any size. A single dict would have to be walked from its beginning, over the empty
+# places of all removed keys, and would stop the loop for 50 to 100 ms each time that it grows or is packed.
 
 
 GENERATIONS: Final = 4
 """A key that is new is looked for in every generation, up to 0.1 us each where the caches are cold; a dict of a quarter of 1.3
 million keys is packed in 10 ms."""
 MOVED_KEYS: Final = 2
-"""For each key that is set, so many keys move out of a generation too many. One would do: a generation has about as many keys
-as it takes to fill the next one."""
+"""While there is one generation too many, this many keys move out of it for each key that is set. One key would be enough: a
+generation has about as many keys as the next generation takes until it is full."""
 
 
 class KeyMasks:
@@ -107,7 +107,7 @@ class KeyMasks:
         return None
 
     def set(self, bit: int, keys: Collection[int]) -> None:
-        """Set a worker's bit in the masks of these keys. Those that are new to the worker become young. Keys with equal masks
+        """Set a worker's bit in the masks of these keys. Keys that are new to the worker become young. Keys with equal masks
         share one object."""
         if not keys:
             return
@@ -160,8 +160,8 @@ class KeyMasks:
             self._generations.insert(0, {})
 
     def _merge(self, count: int) -> None:
-        """Move up to `count` keys to the oldest generation from the one after it while there is one too many: keys that go
-        leave generations behind that are nearly empty."""
+        """While there is one generation too many, move up to `count` keys from the second oldest generation to the oldest.
+        Removed keys leave nearly empty generations behind."""
         while len(self._generations) > GENERATIONS and count > 0:
             old, oldest = self._generations[-2:]
             while old and count > 0:
@@ -181,17 +181,18 @@ HOLDER_BYTES: Final = 64
 MASK_BYTES: Final = 28
 """The bytes of an int without its digits, each of which takes 4 and holds 30 bits."""
 SWEPT_KEYS: Final = 4096
-"""The keys of workers that have left are removed so many at a time: 1 to 3 ms, where all of a large worker take 100 ms."""
+"""The number of keys of departed workers that are removed at a time: this takes 1 to 3 ms, where all keys of a large worker
+take 100 ms."""
 RESYNC_S: Final = 2.0
 """A worker is asked for all its keys at most once in this time. A worker sends its changes once a second."""
 MAX_TELLING: Final = 16
-"""At most so many workers tell all their keys at a time, each a part a second: 0.05 to 0.2 s of CPU in each second, for any
+"""The most workers that report all their keys at a time, each one part a second: 0.05 to 0.2 s of CPU in each second, for any
 number of workers. 1,000 pools of 49,152 blocks take 7 minutes then."""
 TELL_S: Final = 10.0
-"""A worker that was asked, and tells nothing for so long, does not keep the others waiting."""
+"""A worker that was asked and reports nothing for this time does not keep the others waiting."""
 KEPT_BEATS: Final = 2
 """Credit of work that has ended stays until the worker's next delta, which covers it, or until the second heartbeat: a worker
-that has nothing to tell sends no delta after the first one."""
+without changes sends no delta after the first."""
 
 
 @dataclass(slots=True)
@@ -202,12 +203,12 @@ class _Holder:
     bit: int
     hello: WorkerHello
     held: dict[int, None] = field(default_factory=dict)
-    """The keys that the worker has reported, without those that were evicted here. Their order is kept, so that the replay of a
-    recording, which has other keys, removes them in the same order."""
+    """The keys that the worker has reported, without the keys that were evicted here. Their order is kept, so that the replay
+    of a recording, which has other keys, removes them in the same order."""
     number: int = 0
     digest: int = 0
     count: int = 0
-    """The number of keys that the worker has reported, with those that were evicted here."""
+    """The number of keys that the worker has reported, including the keys that were evicted here."""
     asked_s: float | None = None
     """The time at which the worker was asked for all its keys. None: it was not, or has sent them since."""
     stale: bool = False
@@ -226,7 +227,7 @@ class PrefixIndex:
     """The keys of all linked workers, and the credit of work that was sent to them."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds all keys of all workers; the oldest ones are evicted. 0 turns the index off."""
+        """`max_bytes` bounds all keys of all workers; the oldest keys are evicted. 0 turns the index off."""
         self._max_bytes = 0
         self._holders: dict[LinkId, _Holder] = {}
         self._bits: dict[LinkId, int] = {}
@@ -245,9 +246,9 @@ class PrefixIndex:
         self._waiting: dict[LinkId, None] = {}
         """Workers that are to be asked for all their keys, in the order of their turns."""
         self._telling: dict[LinkId, float] = {}
-        """Workers that tell all their keys, by the times of their last parts."""
+        """Workers that are reporting all their keys, with the times of their last parts."""
         self.block_size: int | None = None
-        """The tokens of a block of the workers that share blocks. None: no worker has told yet that it shares any."""
+        """The tokens of a block of the workers that share blocks. None: no worker has reported yet that it shares blocks."""
         self.changes = 0
         """The number of times that the answer of a walk may have changed."""
         self.resyncs = 0
@@ -269,7 +270,7 @@ class PrefixIndex:
     # Workers -------------------------------------------------------------------------------------------------------------
 
     def join(self, link: LinkId, hello: WorkerHello) -> None:
-        """Add a worker on a new link. It starts without keys: what an earlier process held says nothing about this one."""
+        """Add a worker on a new link. It starts without keys: the keys of an earlier process say nothing about this process."""
         if not self._max_bytes:
             return
         slot = self._free.pop() if self._free else self._slots
@@ -312,16 +313,16 @@ class PrefixIndex:
             return
 
     def shares(self, link: LinkId) -> bool:
-        """Tell whether a worker is known to share blocks: one that does tells so with its first heartbeats."""
+        """Tell whether a worker is known to share blocks. A worker that shares blocks reports so with its first heartbeats."""
         holder = self._holders.get(link)
         return holder is not None and holder.number > 0
 
     # Deltas --------------------------------------------------------------------------------------------------------------
 
     def apply(self, link: LinkId, delta: PrefixDelta, *, now_s: float) -> LinkId | None:
-        """Take the changes that a worker tells. Return a worker that is to be asked for all its keys now, as `turn` does.
+        """Take the changes that a worker reports. Return a worker that is to be asked for all its keys now, as `turn` does.
 
-        Raises `ReplicaLost` when the worker names more keys than it has blocks, or removes keys that it has not.
+        Raises `ReplicaLost` when the worker names more keys than it has blocks, or removes keys that it does not have.
         """
         holder = self._holders.get(link)
         if holder is None:
@@ -347,8 +348,8 @@ class PrefixIndex:
         return self.turn(now_s)
 
     def turn(self, now_s: float) -> LinkId | None:
-        """Return the next worker that is to be asked for all its keys, because something did not agree. None: nobody is, or as
-        many tell theirs as may do so at a time."""
+        """Return the next worker that is to be asked for all its keys, because its reports did not agree. None: no worker waits
+        for this, or `MAX_TELLING` workers are reporting all their keys."""
         if not self._waiting or not self._has_room(now_s):
             return None
         link = next(iter(self._waiting))
@@ -358,7 +359,7 @@ class PrefixIndex:
         return link
 
     def _may_tell(self, link: LinkId, now_s: float) -> bool:
-        """Tell whether a worker may tell all its keys now. One of an earlier release does so without being asked."""
+        """Tell whether a worker may report all its keys now. A worker of an earlier release does so without being asked."""
         if link not in self._telling and self._has_room(now_s):
             self._telling[link] = now_s
         return link in self._telling
@@ -446,8 +447,8 @@ class PrefixIndex:
     # Look-ups ------------------------------------------------------------------------------------------------------------
 
     def walk(self, keys: Sequence[int], role: Role) -> Held:
-        """Find how long a prefix of `keys` each worker of the role holds. The walk stops at the first key that none of them
-        holds together with all keys before it."""
+        """Find how long a prefix of `keys` each worker of the role holds. The walk stops at the first key that no worker holds
+        together with all keys before it."""
         masks, alive = self._masks, self._of_role[role]
         steps: list[tuple[int, int]] = []
         if not len(masks) or not alive:
@@ -456,7 +457,7 @@ class PrefixIndex:
         length = -1
         for length, key in enumerate(keys):
             mask = masks.get(key)
-            if mask is last:  # neighbours of a chain mostly share the object, so most keys cost one look-up
+            if mask is last:  # neighbouring keys mostly share the mask object, so most keys cost one look-up
                 continue
             still = 0 if mask is None else alive & mask
             if still != alive:
@@ -498,7 +499,7 @@ class PrefixIndex:
         self._masks.set(bit, keys)
 
     def _clear(self, holder: _Holder, keys: Iterable[int]) -> None:
-        """Remove keys of a worker, except those that it has told and those that work on it will publish."""
+        """Remove keys of a worker, except the keys that it has reported and the keys that its work will publish."""
         held = holder.held
         left = {key for key in keys if key not in held}
         for expected in holder.expected.values():
@@ -512,7 +513,8 @@ class PrefixIndex:
         self._masks.unset(bit, keys)
 
     def _evict(self) -> None:
-        """Evict the oldest keys while the index is full. Digests and counts stay: they are of what the workers told."""
+        """Evict the oldest keys while the index is full. Digests and counts stay: they describe the keys that the workers
+        reported."""
         masks, each = self._masks, ENTRY_BYTES + self._mask_bytes + HOLDER_BYTES
         by_bit = self._by_bit
         while (excess := self.bytes - self._max_bytes) > 0 and len(masks):

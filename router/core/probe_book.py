@@ -51,11 +51,11 @@ class ProbeBook:
                 if no_room and not worker.readiness.ready and decode is not None:
                     self.claim(decode, worker)
                 else:
-                    drains = peer is not None and peer.draining  # this says nothing about the worker
+                    drains = peer is not None and peer.draining  # the result says nothing about the worker
                     _note(worker, _who(probe, peer), error, now_s, counts=not drains)
 
     def check_invariants(self) -> None:
-        """Assert that each worker knows who has claimed it, and that a worker that is not ready says why."""
+        """Assert that each worker's claim is in the book, and that a worker that is not ready has a reason."""
         for worker in self._registry:
             assert worker.readiness.ready == (not worker.readiness.reason)
             assert worker.readiness.ready or worker.link in self._registry.unready
@@ -63,7 +63,8 @@ class ProbeBook:
 
 
 def _note(worker: Worker, peer: str, error: PdserveError | None, now_s: float, *, counts: bool) -> None:
-    """Note the result of a probe for one of its workers. After an error that does not count, the next probe need not wait."""
+    """Note the result of a probe for one of its workers. After an error that does not count, the next probe may start at
+    once."""
     readiness = worker.readiness
     if now_s < readiness.out_until_s:
         return  # it was ejected while the probe ran

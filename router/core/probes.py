@@ -9,8 +9,9 @@ worker's peers include the worker itself, so that a prefill worker which is too 
 A probe needs room on a decode worker, and clients leave none: they refill each slot in the same event. So a probe that finds no
 room claims the worker. Clients get nothing there until the next room has gone to the probe.
 
-A pair is in doubt after a request ended while its computed KV did not come. That is no evidence against the path between the
-two workers, so the pair is probed. A probe lives longer than a lender's answer or a read may take, so it finds a broken path.
+A pair is in doubt after a request ended and its computed KV had not arrived. This alone is no evidence against the path between
+the two workers, so the pair is probed. A probe lives longer than a lender's answer or a read may take, so it finds a broken
+path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.requests import Requests
 
 DEADLINE_S: Final = 10.0
-"""The time that a probe may take. A round trip takes milliseconds, but the first one of a process waits for connections,
+"""The time that a probe may take. A round trip takes milliseconds, but the first round trip of a process waits for connections,
 kernels and a running step."""
 PRIORITY: Final = 1000
 """Clients may ask for at most 100. This is so far above that no client's request comes before a probe by having waited."""
@@ -117,8 +118,8 @@ class Probes:
 
     def _peer(self, worker: Worker, now_s: float) -> Worker | None:
         """Pick a worker of the other role to probe with. Decode workers with room come first, then workers that are ready;
-        after each failure the next one is picked. None: a decode worker is probed alone, which is last in its turn, or a
-        prefill worker has no peer."""
+        after each failure the next peer is picked. None: the decode worker is to be probed alone, which is the last choice of
+        each round, or the prefill worker has no peer."""
         decodes = worker.hello.role is Role.DECODE
         others = self._registry.of_role(Role.PREFILL if decodes else Role.DECODE)
         found = [other for other in others if self._may_pair(worker, other, now_s)]
@@ -164,8 +165,8 @@ class Probes:
         yield self._dispatcher.bind(request, pick, now_s)
 
     def _make(self, prompt_len: int, probe: Probe, now_s: float) -> LiveRequest:
-        """Make the request of a probe. Its prompt is one full block and one token of the next block where both workers hold as
-        much: the second token is right only if both blocks arrive."""
+        """Make the request of a probe. Its prompt is one full block and one token of the next block, if both workers can hold
+        two blocks: the second token is right only if both blocks arrive."""
         self._count += 1
         submit = Submit(
             request_id=RequestId(f"probe-\0{self._count}"),  # never a client's id, which is printable

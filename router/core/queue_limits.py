@@ -2,10 +2,10 @@
 should try again. Pure.
 
 New requests are bounded by count and tokens, all together and by class. A full queue makes room for a class of higher priority:
-the youngest requests of the lowest class are shed. If that is not enough, the client that has most gives way to one that has
-less, so a burst of one client keeps nobody else out. Replays are neither bounded nor shed: each was counted when it was new,
-and to end one would lose tokens that a client already has. Siblings come with their leader: they are counted, without the
-prompt that they share, and never refused.
+the youngest requests of the lowest class are shed. If that is not enough, the client with the most waiting requests gives way
+to a client with fewer, so a burst of one client keeps no other client out. Replays are neither bounded nor shed: each was
+counted when it was new, and a shed replay would waste tokens that its client already has. Siblings come with their leader: they
+are counted, without the prompt that they share, and never refused.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from router.core.turns import Path
 
 # Shares ----------------------------------------------------------------------------------------------------------
 #
-# The queue by client: how much of the queue each client, connection and call has, and which one has most. Pure.
+# The queue by client: how much of the queue each client, connection and call fills, and which of them fills most. Pure.
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """The new requests that wait of one client, connection or call, and their prompt tokens."""
+    """The waiting new requests of one client, connection or call, and their prompt tokens."""
 
     requests: dict[RequestId, LiveRequest] = field(default_factory=dict)
-    """The oldest one is first."""
+    """The oldest request is first."""
     tokens: int = 0
     below: dict[str, Share] = field(default_factory=dict)
     heap: list[tuple[float, str]] = field(default_factory=list)
-    """For each share below, an entry (less its load, its name) of a load that it has or had and is not below it now."""
+    """Each share below has an entry (-load, name), whose load is the present load of the share or an earlier, higher load."""
 
     def load(self, max_requests: int, max_tokens: int, *, requests: int = 0, tokens: int = 0) -> float:
-        """Return the part of the queue that it has, by what is scarcer for it, with so much added."""
+        """Return the part of the queue that the share fills, with `requests` and `tokens` added: of requests or of tokens,
+        whichever part is larger."""
         return max((len(self.requests) + requests) / max_requests, (self.tokens + tokens) / max_tokens)
 
     def note(self, name: str, most: tuple[int, int]) -> None:
@@ -57,7 +58,7 @@ class Share:
         heapq.heapify(self.heap)
 
     def heaviest(self, most: tuple[int, int]) -> tuple[str, Share]:
-        """Return the share below that has most, of those that there are. A look at all of them would take 50 ms at 65,536."""
+        """Return the largest share below. There must be one. A look at all shares would take 50 ms at 65,536."""
         while True:
             load, name = self.heap[0]
             share = self.below.get(name)
@@ -85,11 +86,11 @@ class Shares:
             share.note_all(self._max)
 
     def of(self, client: str) -> Share:
-        """Return the share of a client. It is empty for one of whom nothing waits."""
+        """Return the share of a client. It is empty for a client without waiting requests."""
         return self._root.below.get(client) or Share()
 
     def add(self, request: LiveRequest) -> None:
-        """Count a request. One whose client is not known counts nowhere."""
+        """Count a request. A request whose client is unknown is not counted."""
         share, tokens = self._root, request.new_prompt_tokens
         for name in request.client:
             parent, share = share, share.below.setdefault(name, Share())
@@ -111,9 +112,10 @@ class Shares:
             parent = share
 
     def giving_way(self, client: Path, tokens: int, priority: int) -> Iterator[LiveRequest]:
-        """Yield the requests that give way to a new one of `client`, the youngest first: those of the client that has most, as
-        long as it still has no less than the new one's then. If that is its own client, connections are compared, and then
-        calls. Nobody gives way to a client that is not known, or to a class of lower `priority` than its own."""
+        """Yield the requests that give way to a new request of `client`, the youngest first. They belong to the client with the
+        largest share, which keeps at least as large a share as `client` then has. If `client` itself has the largest share, its
+        connections are compared, and then its calls. No request gives way to an unknown client, or to a class of lower
+        `priority` than its own."""
         parent = self._root
         for name in client:
             if not parent.below:
@@ -163,13 +165,15 @@ class Shares:
 
 
 QUEUE_TURNS: Final = 4
-"""As many requests may wait as the decode workers run in this many turns: a client waits some times as long as it is served."""
+"""The queue's limit is this multiple of the requests that the decode workers run at once: a client waits at most a few times as
+long as it is served."""
 MIN_QUEUED_REQUESTS: Final = 1024
 MAX_QUEUED_REQUESTS: Final = 1 << 16  # 20 KiB each besides the prompt: 1.3 GiB
 MIN_QUEUED_TOKENS: Final = 1 << 20
 MAX_QUEUED_TOKENS: Final = 1 << 24  # 36 bytes each: 0.6 GiB
 LONG_PROMPTS: Final = 32
-"""So many prompts of the longest length may wait in any case: a limit of tokens that eight of them fill is one of requests."""
+"""The number of prompts of the longest length that may wait in any case: a token limit that eight prompts fill would be a limit
+of requests."""
 KEY_BYTES: Final = 216
 """A key of the index, its mask of up to 60 workers and its one holder (`prefix_index.index`)."""
 MIN_INDEX_BYTES: Final = 256 * MIB
@@ -185,7 +189,7 @@ class PresentLimits:
     queued_tokens: int
     index_bytes: int
     streams: int
-    """The connections that clients can use at once, if each has one stream: those that run and those that wait."""
+    """The connections that clients can use at once, if each has one stream: for running and for waiting requests."""
 
 
 class DerivedLimits:
@@ -248,7 +252,7 @@ RATE_WINDOW_S: Final = 30.0
 """Requests that ended longer ago say nothing about how fast the queue drains now."""
 
 MAX_SHED: Final = 16
-"""At most this many requests give way to one. A long prompt would otherwise end hundreds of short ones."""
+"""The most requests that give way to one request. A long prompt would otherwise end hundreds of short requests."""
 
 CLASS_SHARE: Final = "class_share"
 CLIENT_SHARE: Final = "client_share"
@@ -258,7 +262,7 @@ SHED: Final = "shed"
 
 @dataclass(slots=True)
 class _Class:
-    """The new requests of one class that wait, and their prompt tokens."""
+    """The waiting new requests of one class, and their prompt tokens."""
 
     slo: SloClass
     requests: dict[RequestId, LiveRequest] = field(default_factory=dict)
@@ -289,9 +293,9 @@ class QueueLimits:
         self._clients.resize(max_requests, max_tokens)
 
     def make_room(self, slo: SloClass, prompt_tokens: int, *, now_s: float, client: Path = ()) -> list[LiveRequest]:
-        """Return the requests that must be shed so that a new request of `prompt_tokens` may wait. Raises `Overloaded` if it
-        may not wait in any case, and then nothing is to be shed. Its tokens are not counted when nothing else waits, or for the
-        share of its class when no other of its class waits."""
+        """Return the requests that must be shed so that a new request of `prompt_tokens` may wait. Raises `Overloaded` if the
+        request may not wait in any case; then no request is to be shed. Its tokens are not counted when no other request waits.
+        For the share of its class they are not counted when no other request of the class waits."""
         self._check_share(slo, prompt_tokens, now_s)
         self._check_client(client, prompt_tokens, now_s)
         if self._fits(self._new, self._new_tokens, prompt_tokens):
@@ -344,7 +348,7 @@ class QueueLimits:
             )
 
     def _lowest(self, priority: int) -> list[LiveRequest]:
-        """Return the requests that may be shed for a class of this priority, those of the lowest class first, and of them the
+        """Return the requests that may be shed for a class of this priority: the lowest class first, and within a class the
         youngest first."""
         below = [one.requests.values() for one in self._classes.values() if one.slo.priority < priority]
         return heapq.nsmallest(MAX_SHED, chain.from_iterable(below), key=lambda r: (r.slo.priority, -r.arrival))

@@ -52,8 +52,8 @@ class RetryBucket:
     """A bucket into which each admitted request puts `share` of a retry, and from which each retry takes one. It starts with
     `burst`.
 
-    A fault that stays thus cannot multiply the load by more than `1 + share`. The bucket is for failures of requests: what the
-    loss of a worker makes necessary is bounded by the number of losses, and takes nothing out.
+    So a lasting fault cannot multiply the load by more than `1 + share`. The bucket is for failures of requests: retries
+    after the loss of a worker are bounded by the number of losses, and take nothing out.
     """
 
     def __init__(self, *, share: float, burst: int) -> None:
@@ -104,19 +104,19 @@ def after_attempts(error: PdserveError, attempts: int, why: str) -> PdserveError
 _S, _E = RequestState, RequestEvent
 
 _TURNED_AWAY: Final = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-"""Errors of a worker that takes nothing at present. If it were asked again at once, it would refuse again and use up the
-attempts."""
+"""Errors of a worker that takes no work at present. If the worker were asked again at once, it would refuse again and use up
+the attempts."""
 
 
 _ONCE: Final = (ErrorCode.NUMERICAL_ERROR, ErrorCode.INTERNAL_BUG)
-"""Errors of which the worker may be the reason, or the request itself. It gets one more attempt for each, which costs a retry
-of the bucket only if it fails as well: then the request is the reason. So a worker that breaks under a full batch costs none,
-and a flood of hostile requests is not computed twice."""
+"""Errors whose reason may be the worker or the request. The request gets one more attempt for each such error. The attempt
+costs a retry of the bucket only if it fails as well: then the request is the reason. So a worker that breaks under a full batch
+costs no retry, and a flood of hostile requests is not computed twice."""
 
 
 DOUBT_AFTER_S: Final = 1.0
-"""A pair is in doubt when a request ends more than this after its first token and its KV is not there. At most one chunk's KV
-is left to read after the first token, which takes milliseconds."""
+"""A pair is in doubt when a request ends more than this after its first token and its KV is not there. At most the KV of one
+chunk is left to read after the first token, which takes milliseconds."""
 
 
 class Cost(Enum):
@@ -125,13 +125,14 @@ class Cost(Enum):
     NOTHING = "nothing"
     """The router has lost a worker, which is no fault of the request."""
     ATTEMPT = "attempt"
-    """A worker says that it has lost another one. It may be wrong for ever, so the attempts of the request bound it."""
+    """A worker reports that it has lost another worker. The report may be wrong each time, so the request's attempts bound the
+    retries."""
     ATTEMPT_AND_RETRY = "attempt_and_retry"
     """The request has failed on a worker that lives on."""
 
 
 class Recovery:
-    """Decides what happens to requests whose worker is lost or has given them up."""
+    """Decides what happens to requests after the worker was lost or gave the request up."""
 
     def __init__(self, requests: Requests, dispatcher: Dispatcher, pairs: Pairs, health: Health, config: RouterConfig) -> None:
         self._requests = requests
@@ -182,7 +183,7 @@ class Recovery:
         self._health.failed(work, error, now_s)
         worker = self._requests.drop(work)
         if worker is not None and work.role is Role.PREFILL:
-            yield SendCancel(work.link, work.handle)  # its lease waits for this, also one that was granted and never told
+            yield SendCancel(work.link, work.handle)  # its lease waits for this, also a lease that was granted but not reported
         if worker is not None and error.code in _TURNED_AWAY:
             worker.turned_away = True
             worker.touch()
@@ -194,7 +195,7 @@ class Recovery:
             yield from self._requests.end(work.request, _E.LOST, now_s, error)
 
     def _blame_pair(self, prefill: RemoteWork, decode: RemoteWork, event: RequestFailed, now_s: float) -> None:
-        """Set the pair aside when the decode worker says that its KV did not come. The decode worker alone knows this."""
+        """Set the pair aside when the decode worker reports that its KV did not come. Only the decode worker knows this."""
         error = event.error
         lender, reader = self._requests.registry.get(prefill.link), self._requests.registry.get(decode.link)
         if lender is None or reader is None:

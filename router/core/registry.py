@@ -23,12 +23,12 @@ from router.core.turns import Turn
 #
 # The prompt tokens that one worker still has to compute, as the router knows it between two heartbeats. Pure.
 #
-# A heartbeat tells what waits on the worker, and is soon of the past: commands were on their way, and prompts come and go. The
-# router hears the first token of each of its own prompts, so it knows which of them are over.
+# A heartbeat reports what waits on the worker, and is soon out of date: commands were on their way, and prompts come and go.
+# The router receives the first token of each prompt that it sent, so it knows which prompts are computed.
 
 
 class Backlog:
-    """The prompts that were sent to one worker and have not been computed, and what its last heartbeat said."""
+    """The prompts that were sent to one worker and have not been computed, and the content of its last heartbeat."""
 
     __slots__ = ("_counted", "_counted_tokens", "_others_tokens", "_reported_tokens", "_sent", "_sent_tokens")
 
@@ -42,8 +42,8 @@ class Backlog:
 
     @property
     def tokens(self) -> int:
-        """The prompt tokens that wait on the worker or are on their way to it. Each prompt counts whole, or as far as the last
-        heartbeat tells, until it is over."""
+        """The prompt tokens that wait on the worker or are on their way to it. Until it is computed, each prompt counts whole,
+        or as far as the last heartbeat reports it."""
         return min(self._reported_tokens, self._counted_tokens + self._others_tokens) + self._sent_tokens
 
     def sent(self, handle: Handle, tokens: int) -> None:
@@ -52,7 +52,7 @@ class Backlog:
         self._sent_tokens += tokens
 
     def ended(self, handle: Handle) -> None:
-        """Forget a prompt that is computed or withdrawn. Nothing happens for one that is not known."""
+        """Forget a prompt that is computed or withdrawn. Nothing happens for an unknown prompt."""
         self._sent_tokens -= self._sent.pop(handle, 0)
         self._counted_tokens -= self._counted.pop(handle, 0)
 
@@ -82,7 +82,7 @@ FLIP_SINCE: Final = 1
 
 
 RECENT_S: Final = 10.0
-"""The shortest time over which the present utilisation is told: many steps, and several heartbeats."""
+"""The shortest time over which the present utilisation is measured: many steps, and several heartbeats."""
 STUCK_SHARE: Final = 0.1
 """The share of `step_timeout_s` without an engine step after which a worker gets nothing new: 6 s of 60 s, or three times the
 largest step where that sets the timeout. Work that is placed later would probably wait in vain."""
@@ -115,36 +115,36 @@ class Worker:
     backlog: Backlog = field(default_factory=Backlog)
     """The prompts that were sent to the worker and are not known to be computed."""
     refused_blocks: int | None = None
-    """The number of blocks that the worker had no room for. None: it refused nothing, or has shown room since."""
+    """The number of blocks for which the worker had no room. None: it refused no work, or has shown room since then."""
     turned_away: bool = False
-    """The worker refused work that it takes at other times, and has sent no heartbeat since."""
+    """The worker refused work that it usually takes, and has sent no heartbeat since then."""
     draining: bool = False
-    """The worker gets nothing new, and finishes the work that it has."""
+    """The worker gets no new work, and finishes its present work."""
     claimed_by: LinkId | None = None
-    """The worker whose probe gets the next room on this one. None: nobody claims it."""
+    """The worker whose probe gets the next room on this worker. None: no probe claims it."""
     kept_for: Turn | None = None
-    """The turn of the waiting request that gets the next room on this worker, unless an earlier one does. None: nobody has
-    claimed it."""
+    """The turn of the waiting request that gets the next room on this worker, unless an earlier request gets it. None: no
+    request has claimed it."""
     kept_tokens: int | None = None
-    """The KV that this request needs: what fits beside it may pass it. None: nothing passes it."""
+    """The KV that the claiming request needs: requests that fit beside it may pass it. None: no request passes it."""
     alone_for: RequestId | None = None
     """The request that gets this decode worker for itself. It is suspected of ending its workers. None: there is none."""
     readiness: Readiness = field(default_factory=Readiness)
     account: Account | None = None
     """The results of the worker's place. None: the worker has just been linked."""
     silent: bool = False
-    """The worker was found silent, and has not been heard since."""
+    """The worker was found silent, and has not been heard since then."""
     picked: int = 0
     """The number of the pick, counted over the pool, that last chose the worker. 0: none did."""
     before: WorkerLoad = START
     """The load of `RECENT_S` to twice as long ago, by the worker's own clock. `START`: it is linked for a shorter time."""
     mark: WorkerLoad = START
-    """The load that will be the one before."""
+    """The load that `before` becomes next."""
     changed: dict[LinkId, Role] = field(default_factory=dict)
     """The workers that have changed since the pools were brought up to date. All workers of a registry share it."""
 
     def touch(self) -> None:
-        """Note that something has changed by which workers are chosen. Whoever changes the worker calls this."""
+        """Note a change of a field by which workers are chosen. The code that changes the worker calls this."""
         self.changed[self.link] = self.hello.role
 
     @property
@@ -215,7 +215,7 @@ class Worker:
         self.touch()
 
     def saw_heartbeat(self, load: WorkerLoad) -> None:
-        """Take over the load of a heartbeat. Refusals that it outdates end."""
+        """Take over the load of a heartbeat. Older refusals then no longer count."""
         self.load = load
         if load.uptime_s - self.mark.uptime_s >= RECENT_S:
             self.before, self.mark = self.mark, load
@@ -247,9 +247,10 @@ class Registry:
         their protocol in common, or the digest of one's weights is unknown."""
 
         self.model_digest = ""
-        """The digest of the linked workers' weights. Empty: none knows it. While nobody is linked, the last one stays."""
+        """The digest of the linked workers' weights. Empty: no worker knows it. While no worker is linked, the last digest
+        stays."""
         self.held_tokens = 0
-        """The most tokens whose KV a request holds on any decode worker, however long it is. 0: it has no such bound."""
+        """The most tokens whose KV a request of any length holds on any decode worker. 0: there is no such bound."""
 
     def check(self, hello: WorkerHello) -> None:
         """Check that a worker fits the model and the other workers. Raises `IncompatiblePeer` with the reason when it does
@@ -289,13 +290,14 @@ class Registry:
     def _other_weights(self, hello: WorkerHello) -> Worker | None:
         """Return the first linked worker whose weights are known to differ from the newcomer's. None: there is none.
 
-        So all known digests of linked workers are equal. A process that dials again does not count against itself.
+        So all known digests of linked workers are equal. A process that dials again is not compared with itself.
         """
         others = (one for one in self._by_link.values() if one.hello.worker_id != hello.worker_id and one.hello.model_digest)
         return next((one for one in others if hello.model_digest not in ("", one.hello.model_digest)), None)
 
     def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
-        """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if one does and was heard within `lost_s`.
+        """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if another process uses it and was heard
+        within `lost_s`.
 
         A process that dials again is let in at once, because it has given up its old link. A restarted worker waits until the
         old process' connection has broken, which happens when that process dies, or until that process has been silent for
@@ -355,7 +357,7 @@ class Registry:
             worker.last_seen_s = min(now_s, worker.last_seen_s + late_s)
 
     def silent_since(self, before_s: float) -> list[Worker]:
-        """Return the workers that were last heard before a time, the longest silent first."""
+        """Return the workers that were last heard before a time. The worker with the longest silence is first."""
         found: list[Worker] = []
         for worker in self._by_seen.values():
             if worker.last_seen_s >= before_s:
@@ -380,7 +382,7 @@ class Registry:
     def check_flip(self, worker: Worker, role: Role, *, needs_prefill: bool) -> None:
         """Check that a worker may leave its pool for the other one. Raises `CannotFlip`, which names the obstacle.
 
-        A pool that the cluster cannot do without keeps a ready worker: the decode pool, and with `needs_prefill` the other one.
+        An indispensable pool keeps a ready worker: the decode pool always, and with `needs_prefill` the prefill pool too.
         """
         if worker.hello.role is role:
             raise CannotFlip(f"{worker.name} has this role already", field="worker_id")
@@ -442,7 +444,8 @@ class Registry:
 
 
 def _flipped(before: WorkerHello, hello: WorkerHello) -> bool:
-    """Tell whether this is the same process in a later life: it has flipped, so its earlier link is never taken up again."""
+    """Tell whether this is the same process in a later life: the process has flipped, so its earlier link is never taken up
+    again."""
     return (before.pid, place_of(before)) == (hello.pid, place_of(hello)) and hello.flips > before.flips
 
 

@@ -78,8 +78,8 @@ _T = TypeVar("_T")
 _RESERVING: Final = (_S.BINDING, _S.PREFILLING, _S.HANDOFF)
 """States in which the decode worker may not have reserved yet: the first bind of an attempt, and rebinds."""
 MAX_PASSES: Final = 256
-"""So many requests may pass a request that waits. A claim begins anew when its worker refuses, so this is what bounds them: a
-large request that waits a minute is passed by four light ones a second."""
+"""The most requests that may pass one waiting request. A claim begins anew when its worker refuses, so only this number bounds
+them: a large request that waits a minute is passed by four light requests a second."""
 
 
 class Requests:
@@ -164,13 +164,15 @@ class Requests:
         self._limits.add(request)
 
     def free_siblings(self, leader: LiveRequest, now_s: float) -> None:
-        """Let the siblings of a request take their turns: its KV is on a decode worker, or it has ended."""
+        """Let the siblings of a request take their turns: the KV of the request is on a decode worker, or the request has
+        ended."""
         for request in self.waiting.free(leader.request_id):
             request.times.leader, request.times.freed_s = leader.times, now_s
             self.follow(request, leader, now_s)
 
     def follow(self, request: LiveRequest, leader: LiveRequest, now_s: float) -> None:
-        """Let a sibling be placed beside the KV of its leader. A worker that shares no blocks is no better than any other."""
+        """Let a sibling be placed beside the KV of its leader. If the leader's worker shares no blocks, any worker is as
+        good."""
         link = leader.kv_link
         request.beside = link if link is not None and self._index.shares(link) else None
         worker = leader.decode_worker if request.beside is not None else ""
@@ -183,7 +185,7 @@ class Requests:
         self.let_go(request)
 
     def keep(self, request: LiveRequest, turn: Turn, worker: Worker, need_tokens: int) -> None:
-        """Claim the next room on a decode worker for a waiting request, which needs so much KV."""
+        """Claim the next room on a decode worker for a waiting request, which needs `need_tokens` of KV."""
         request.keeps, worker.kept_for = worker.link, turn
         worker.kept_tokens = need_tokens if request.passed_by < MAX_PASSES else None
         worker.touch()
@@ -197,7 +199,7 @@ class Requests:
         request.keeps = None
 
     def keep_alone(self, request: LiveRequest, worker: Worker, now_s: float) -> None:
-        """Keep a decode worker for one request alone. What runs there goes elsewhere or ends."""
+        """Keep a decode worker for one request alone. The requests that run there move elsewhere or end."""
         if request.alone_on is None:
             request.kept_alone_s = now_s
         request.alone_on, worker.alone_for = worker.link, request.request_id
@@ -259,8 +261,8 @@ class Requests:
     # Moves and ends ------------------------------------------------------------------------------------------------
 
     def alone(self, request: LiveRequest, action: EffectsThen[_T], now_s: float) -> EffectsThen[_T | None]:
-        """Do what concerns one request, and return the value of the action. An action that raises fails this request alone, and
-        the value is None."""
+        """Run an action that concerns one request, and return its value. An action that raises fails only this request, and the
+        value is None."""
         try:
             return (yield from action)
         except Exception as exc:  # noqa: BLE001 - the shell reports it
@@ -277,14 +279,14 @@ class Requests:
             yield ReportBug(exc)
 
     def break_off(self, request: LiveRequest, error: InternalBug, now_s: float) -> Effects:
-        """Fail one request for a bug, also one whose end has failed. A request that is forgotten stays as it is."""
+        """Fail one request for a bug, also a request whose end has failed. A request that is forgotten stays as it is."""
         if self._by_id.get(request.request_id) is request:
             if not request.machine.terminal:
                 request.machine.move(_E.BROKEN)
             yield from self._forget(request, now_s, error)
 
     def shed(self, request: LiveRequest, by: SloClass, now_s: float) -> Effects:
-        """Fail a waiting request that gives way to one of the class `by`, or to one of a client that has less."""
+        """Fail a waiting request that gives way to a request of the class `by`, or to a client with a smaller share."""
         request.story.note(now_s, StoryKind.SHED, slo_class=request.slo.name, by_class=by.name)
         came = f"a request of class {by.name!r} came: its priority is {by.priority}, "
         came += f"and that of class {request.slo.name!r} is {request.slo.priority}"
@@ -305,7 +307,8 @@ class Requests:
         yield from self.end(request, _E.DEADLINE_PASSED, now_s, error)
 
     def end(self, request: LiveRequest, event: RequestEvent, now_s: float, error: PdserveError | None) -> Effects:
-        """Bring a request to the terminal state that `event` leads to, and forget it. `error` is None for a finished one."""
+        """Bring a request to the terminal state that `event` leads to, and forget it. `error` is None for a finished
+        request."""
         request.machine.move(event)
         yield from self._forget(request, now_s, error)
 

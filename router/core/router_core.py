@@ -4,7 +4,7 @@ The core uses no asyncio, no sockets and no clock. The shell in `router.service.
 happens into events. The core drops events whose handle is unknown on their link, because they are stale, and gives each other
 event to the part that it concerns. After each event that freed room or queued a request, waiting requests are placed.
 
-Every action of every part returns its effects, so a failed one leaves nothing for the next event (design note 0020).
+Every action of every part returns its effects, so a failed action leaves no effects for the next event (design note 0020).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RouterCore:
         """Apply an event and return the effects, in the order in which they are to be performed.
 
         A Submit, DrainAsked, FlipAsked or BudgetAsked that is refused raises its error and changes nothing but the count of
-        refusals. A bug is returned as an effect, after those of all that was done.
+        refusals. A bug is returned as an effect, after the effects of the work that was done.
         """
         action = self._handlers[type(event)](event, now_s)
         effects: list[Effect] = []
@@ -203,7 +203,8 @@ class RouterCore:
         return effects
 
     def _place(self, now_s: float, *, tick: bool = False) -> Effects:
-        """Place what may be placed now: claimed probes first, then requests that must leave their worker, then waiting ones."""
+        """Place all that has room now: claimed probes first, then requests that must leave their worker, then waiting
+        requests."""
         yield from self._probes.start_claimed(now_s)
         yield from self.suspects.place(now_s)
         yield from self._migration.migrate(now_s)  # who runs has waited for longer than who waits
@@ -400,8 +401,8 @@ class RouterCore:
         return (SendBudget(worker.link, event.max_num_batched_tokens, event.max_num_seqs),)
 
     def _send_away(self, worker: Worker, role: Role | None, now_s: float) -> Effects:
-        """Let a worker become empty, and then come back in `role`. None: it ends. Its requests move as far as others have
-        room, and it finishes the rest."""
+        """Let a worker become empty, and then come back in `role`. None: the worker ends. Its requests move as far as other
+        workers have room, and it finishes the rest."""
         self._leaving[worker.hello.worker_id] = _Leaving(worker.hello.incarnation, role)
         self.health.drains(worker, now_s)
         yield SendDrain(worker.link) if role is None else SendFlip(worker.link, role)
@@ -411,8 +412,8 @@ class RouterCore:
     def _about(
         self, role: Role | None, action: Callable[[RemoteWork, Any, float], Effects], event: _Report, now_s: float
     ) -> Effects:
-        """Do what follows a report about one request. Nothing happens when the link or the handle is unknown or has
-        ended. A report of the wrong role fails the request."""
+        """Handle a report about one request. Nothing happens when the link or the handle is unknown or has ended. A report of
+        the wrong role fails the request."""
         worker = self.registry.seen(event.link, now_s=now_s)
         work = worker.work.get(event.handle) if worker is not None else None
         if work is not None:

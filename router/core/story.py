@@ -1,6 +1,6 @@
 """The stories of requests in the router's core: what was decided about each request, and why. Pure.
 
-Each part of the core adds an entry where it decides. No entry is made for a token after the first one. A request that ends
+Each part of the core adds an entry where it decides. Tokens after the first token make no entry. A request that ends
 leaves its story here, and failures are kept apart, so that a flood of good requests does not push them out.
 """
 
@@ -19,8 +19,8 @@ from router.core.request_machine import RequestState
 
 MAX_STORIES: Final = 512
 MAX_ENTRIES: Final = 8192
-"""Both bounds hold for the failed requests and, separately, for all others. Stories of 9 entries, as most are, leave room for
-512; so many entries take about 3 MiB."""
+"""Both bounds hold for the failed requests and, separately, for all others. Most stories have 9 entries, so there is room for
+512 stories; their entries take about 3 MiB."""
 
 
 class StoryKind(Enum):
@@ -30,7 +30,7 @@ class StoryKind(Enum):
     BEHIND = "behind"
     """The request waits for the KV of its leader, which has the same prompt."""
     FOLLOWS = "follows"
-    """The leader's KV is on that decode worker, or without one the leader has ended or shares nothing."""
+    """The leader's KV is on the named decode worker. If no worker is named, the leader has ended or shares no blocks."""
     NO_WORKER = "no_worker"
     WAITS = "waits"
     SHED = "shed"

@@ -3,14 +3,16 @@
 A worker that dies takes a batch of requests with it, and one of them may be the reason. Each request of the batch is replayed.
 A request that was running on two workers as they died is a *suspect*, and so are all its companions that were replayed beside
 it. A *trial* finds out which suspect is at fault: one suspect runs alone on a decode worker, which computes the prompt as well,
-until it has come `TRIAL_TOKENS` further than before. Then it is cleared, and others come beside it; cleared requests alone may
-stay beside the next trial, or the suspects of a cluster with one decode worker would wait for each other's ends. A suspect
-whose worker dies in its trial fails with `PoisonRequest`: nobody else can have been the reason.
+until it has come `TRIAL_TOKENS` further than before. Then it is cleared, and other requests may run beside it. Only cleared
+requests may stay beside the next trial: otherwise the suspects of a cluster with one decode worker would wait until each
+earlier suspect ends. A suspect whose worker dies in its trial fails with `PoisonRequest`: no other request can have been the
+reason.
 
-The core reports which deaths followed the first death by a poison request, so whoever restarts the workers does not count them.
+The core reports which deaths followed the first death by a poison request, so the process that restarts the workers does not
+count them.
 
-A worker whose link broke and that dials again as the same process has not died, and its requests are forgiven. That has a
-limit, since a request may also break links without an end of a process, for instance by an answer that cannot be read.
+A worker whose link broke and that dials again as the same process has not died, and its requests are forgiven. Forgiveness has
+a limit, since a request may also break links without ending a process, for instance by an answer that cannot be read.
 """
 
 from __future__ import annotations
@@ -37,20 +39,21 @@ from router.core.work_machine import WorkState
 _E = RequestEvent
 
 TRIAL_TOKENS: Final = 32
-"""A request that ends workers ends them at its prompt or at one of its tokens. When a worker dies, the router has heard all but
-its last few tokens, so a suspect that has come so much further has passed the place."""
+"""A request that ends workers ends them at its prompt or at one of its tokens. When a worker dies, the router has received all
+but its last few tokens, so a suspect that has come this much further has passed the fatal place."""
 TRIAL_SHARE: Final = 4
-"""At most one of so many serving decode workers is on trial at a time, or one if there are fewer."""
+"""One of each group of this many serving decode workers may be on trial at a time, or one worker if there are fewer."""
 MAX_POISONED: Final = 100
-"""So many deaths by poison requests are remembered, which whoever restarts the workers asks for once a second."""
+"""The number of deaths by poison requests that are remembered. The process that restarts the workers asks for them once a
+second."""
 MAX_FORGIVEN: Final = 16
-"""So many losses of workers that came back are forgiven to a request. Load and networks break links without its doing, but
-one that breaks them itself would be replayed for ever, and would take all companions with it each time."""
+"""The number of losses of workers that came back which are forgiven to a request. Load and networks break links too, but a
+request that breaks links itself would be replayed for ever, and would take all companions with it each time."""
 _READS: Final = (WorkState.ATTACHED, WorkState.COMMITTED)
 
 
 class Suspects:
-    """Finds suspects, and gives each a decode worker of its own."""
+    """Finds suspects, and gives each suspect a decode worker for itself."""
 
     def __init__(self, requests: Requests, dispatcher: Dispatcher, placer: Placer, *, wait_s: float) -> None:
         """`wait_s` is the longest time that a worker is kept from others before it is empty."""
@@ -61,15 +64,15 @@ class Suspects:
         self._by_death: dict[Incarnation, list[LiveRequest]] = {}
         self._trials: list[LiveRequest] = []
         self.poisoned: deque[Death] = deque(maxlen=MAX_POISONED)
-        """The deaths that followed the first one of a poison request. They say nothing about their workers."""
+        """The deaths that followed the first death by a poison request. They say nothing about their workers."""
 
     def worker_died(self, worker: Worker) -> None:
         """Note the death of a worker for the requests that were running there."""
         self._note_death(worker, _running(worker))
 
     def link_broke(self, worker: Worker) -> None:
-        """Note the loss of a worker that has dialled again before its old link was lost, so nobody died. Requests that have
-        been forgiven too often take it for a death."""
+        """Note the loss of a worker that dialled again before its old link was lost, so no worker died. For requests that have
+        been forgiven too often, it counts as a death."""
         self._note_death(worker, [request for request in _running(worker) if not _forgiven(request)])
 
     def _note_death(self, worker: Worker, running: list[LiveRequest]) -> None:
@@ -107,8 +110,8 @@ class Suspects:
                 self._clear(request, now_s)
 
     def place(self, now_s: float) -> Effects:
-        """Begin trials where a worker is empty, and keep workers that are not. Once enough are kept, only requests that have
-        one are looked at: each event that opens room calls this, however many wait."""
+        """Begin trials where a worker is empty, and keep workers that are not. Once enough workers are kept, only requests with
+        a kept worker are looked at: each event that opens room calls this, however many requests wait."""
         waiting = self._requests.waiting.alone()
         if not waiting:
             return
@@ -132,7 +135,7 @@ class Suspects:
         request.story.note(now_s, StoryKind.CLEARED)
 
     def _place(self, request: LiveRequest, now_s: float) -> Effects:
-        """Begin the trial of a suspect if its worker is empty. Without a worker, one is kept from others for it."""
+        """Begin the trial of a suspect if its worker is empty. If the suspect has no worker yet, keep a worker for it."""
         worker = None if request.alone_on is None else self._requests.registry.get(request.alone_on)
         if worker is None or not self._may_try(worker, request, now_s):
             self._requests.end_trial(request)
@@ -203,14 +206,15 @@ def poison(request: LiveRequest, why: str) -> PoisonRequest:
 
 
 def _running(worker: Worker) -> list[LiveRequest]:
-    """Return the requests of clients that run on a worker. One that drains is expected to leave, so none counts there."""
+    """Return the requests of clients that run on a worker. A draining worker is expected to leave, so its requests do not
+    count."""
     if worker.draining:
         return []
     return [work.request for work in worker.work.values() if work.request.probe is None and _runs(work)]
 
 
 def _forgiven(request: LiveRequest) -> bool:
-    """Forgive a request the loss of a worker that lives. False: it has been forgiven `MAX_FORGIVEN` times."""
+    """Forgive a request the loss of a worker that is still alive. False: the request has been forgiven `MAX_FORGIVEN` times."""
     if request.forgiven >= MAX_FORGIVEN:
         return False
     request.forgiven += 1
@@ -223,7 +227,8 @@ def _harmless(work: RemoteWork) -> bool:
 
 
 def _runs(work: RemoteWork) -> bool:
-    """Tell whether a worker may compute something for the request, or read for it. A prompt that is computed leaves only KV."""
+    """Tell whether the work's worker may still compute for the request or read for it. After a prompt is computed, only its KV
+    is left there."""
     if work.role is Role.PREFILL:
         return work.machine.state is not WorkState.PREFILLED
     return work.request.placement is Placement.COLOCATED or work.machine.state in _READS

@@ -26,8 +26,8 @@ class Tokens:
         self._requests = requests
 
     def step(self, event: StepRows, now_s: float) -> Effects:
-        """Take the rows of one engine step. A row of a link or a handle that is not known is stale and is dropped; a row that
-        breaks the protocol fails its own request alone."""
+        """Take the rows of one engine step. A row of an unknown link or handle is stale and is dropped; a row that breaks the
+        protocol fails only its own request."""
         worker = self._requests.registry.seen(event.link, now_s=now_s)
         if worker is None:
             return
@@ -74,8 +74,8 @@ class Tokens:
             yield from self.start_decoding(request, now_s)
 
     def _note_first(self, work: RemoteWork, now_s: float) -> None:
-        """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next one is the
-        first decoded token."""
+        """Record the time of a token from decode. The first token of a colocated attempt ends its prefill; the next token is
+        the first decoded token."""
         times = work.request.times.attempt
         if work.request.placement is Placement.COLOCATED and times.prefill_ended_s is None:
             self._note_computed(work, now_s)
@@ -102,12 +102,12 @@ class Tokens:
         yield from self._emit(request, held, now_s)
 
     def _emit(self, request: LiveRequest, deltas: Sequence[Delta], now_s: float, *, last: RequestEvent = _E.STOPPED) -> Effects:
-        """Let deltas out that are next in order. The finish reason of the last one ends the request by the event `last`."""
+        """Let deltas out that are next in order. The finish reason of the last delta ends the request by the event `last`."""
         for delta in deltas:
             yield from self._out(request, delta, now_s, last=last)
 
     def _out(self, request: LiveRequest, delta: Delta, now_s: float, *, last: RequestEvent = _E.STOPPED) -> Iterable[Effect]:
-        """Let one delta out, as `_emit` does with several. It is no generator, to cost less."""
+        """Let one delta out, as `_emit` does with several deltas. This is no generator, because a call then costs less."""
         times = request.times
         request.emitted.extend(delta.ids)
         if delta.finish_reason is FinishReason.LENGTH and request.remaining_tokens:

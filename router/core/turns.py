@@ -1,14 +1,14 @@
 """Start-time fair queueing between clients, their connections and their calls. Pure.
 
 A *flow* is what one client, one of its connections or one call asks for. Each flow has a *start tag*: the tokens that it has
-been served, on a scale on which flows that wait at the same time stand side by side. The flow with the smallest tag is served
-next, and its tag then rises by the tokens of the request. So two flows that both wait are served equally many tokens, but for
-the largest request of any flow, whatever their numbers of requests and their sizes are. Flows form a tree: clients share a
-line, the connections of a client share what it gets, and so do the calls of a connection.
+been served, on a scale that is comparable between flows that wait at the same time. The flow with the smallest tag is served
+next, and its tag then rises by the tokens of the request. So two waiting flows are served equally many tokens, with a
+difference of at most the largest request of any flow, whatever the numbers and sizes of their requests are. Flows form a tree:
+clients share a line, the connections of a client share what it gets, and so do the calls of a connection.
 
-A flow that begins to wait starts at the *virtual time* of its parent, so it neither saves service up nor pays for an idle
-time. The virtual time rises with all service, by the share of one flow. Were it the smallest tag alone, clients that come once
-each would keep it still, and a flow with more requests would never be served again.
+A flow that begins to wait starts at the *virtual time* of its parent, so it neither saves service up nor pays for an idle time.
+The virtual time rises with all service, by the share of one flow. If it were only the smallest tag, clients with one request
+each would keep it from rising, and a flow with more requests would never be served again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdserve.core.ids import RequestId
 
 # Turns -----------------------------------------------------------------------------------------------------------
 #
-# The turn of a waiting request: what it is compared by. Pure.
+# The turn of a waiting request: the key by which requests are compared. Pure.
 #
 # A turn is a snapshot. It is taken when a request is looked at, because the start tags in it rise while others are served.
 
@@ -41,10 +41,10 @@ class Turn:
     lines by `time_s`."""
 
     time_s: float
-    """The time when the first token should leave, counted from when the client's fair turn came, less what its priority is
-    worth."""
+    """The time when the first token should leave, counted from the time of the client's fair turn, less the seconds that its
+    priority is worth."""
     own_s: float
-    """The same, counted from the request's arrival. It orders the requests of one call."""
+    """The same time, counted from the request's arrival. It orders the requests of one call."""
     arrival: int
     """The number of its arrival, which orders equal times."""
     line: Line | None = None
@@ -68,8 +68,9 @@ FIRST: Final = Turn(-math.inf, -math.inf, 0)
 
 
 KEPT_IDLE: Final = 1024
-"""At most about so many flows of a tree are remembered while they do not wait, which takes 1 MiB. Those that have no debt are
-forgotten first, which changes nothing, and then those that were served the longest ago, which lose the debt of one request."""
+"""The approximate number of flows of a tree that are remembered while they do not wait. They take 1 MiB. Flows without debt are
+forgotten first, which changes nothing. Then the least recently served flows are forgotten, and each loses the debt of one
+request."""
 Path = tuple[str, ...]
 """The names of a request's client, connection and call. All paths of one tree have equally many names."""
 
@@ -81,7 +82,7 @@ class Flow:
     name: str = ""
     tag: float = 0.0
     served: int = 0
-    """The number of the service that it got last. Of equal tags, the flow that was served the longest ago is first."""
+    """The number of its last service. Among equal tags, the least recently served flow is first."""
     joined: int = 0
     """The number of the request with which it began to wait. It orders flows that were never served."""
     ready_s: float = 0.0
@@ -98,7 +99,7 @@ class Flow:
 
     @property
     def place(self) -> tuple[float, int, int]:
-        """The order of the flow among those beside it, smallest first. It only rises while the flow waits."""
+        """The order of the flow among its sibling flows, smallest first. It only rises while the flow waits."""
         return self.tag, self.served, self.joined
 
 
@@ -151,7 +152,7 @@ class Flows:
         self._forget_idle(len(path))
 
     def serve(self, path: Path, tokens: float, now_s: float) -> None:
-        """Charge a path for a request of so many tokens. The request need not have waited."""
+        """Charge a path for the tokens of a request. The request need not have waited."""
         self._services += 1
         parent = self.root
         for flow in self.along(path):
@@ -164,7 +165,7 @@ class Flows:
         self._forget_idle(len(path))
 
     def charge(self, path: Path, tokens: float) -> None:
-        """Charge a path for tokens beyond those of `serve`. Flows that were forgotten are not charged."""
+        """Charge a path for more tokens than `serve` charged. Flows that were forgotten are not charged."""
         parent = self.root
         for name in path:
             flow = parent.below.get(name)
@@ -175,13 +176,13 @@ class Flows:
             parent = flow
 
     def check_invariants(self) -> None:
-        """Assert that what waits in each flow waits in one of the flows below it."""
+        """Assert that each request that waits in a flow waits in one of the flows below it."""
         _check(self.root)
         assert self._known == sum(1 for _ in _below(self.root))
 
     def _forget_idle(self, levels: int) -> None:
-        """Forget flows that do not wait, once there are twice as many as are kept. What waits has at most `levels` flows for
-        each request."""
+        """Forget flows that do not wait, once there are twice as many flows as are kept. Each waiting request has at most
+        `levels` flows."""
         if self._known <= 2 * KEPT_IDLE + levels * len(self.root.waiting):
             return
         idle = [

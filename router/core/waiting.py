@@ -2,16 +2,16 @@
 
 Requests of one class and priority form a *line*, in which clients take turns by fair queueing: see `queue/flows.py`. A call of
 many requests, or a client of many calls, thus delays the others by one request at a time. Lines are ordered by time: the time
-at which the first token should leave, less `LEVEL_S` for each level of priority. This time counts from when the client's fair
-turn came, which is when it was served last if it has waited since then. A burst therefore does not age as a whole. The first
-request of a line ages until it is served, so no request waits for ever. A priority that is below that of the class orders only
+at which the first token should leave, less `LEVEL_S` for each level of priority. This time counts from the client's fair turn,
+which is the time of its last service if the client has waited since then. A burst therefore does not age as a whole. The first
+request of a line ages until it is served, so no request waits for ever. A priority below the priority of the class orders only
 the requests of one call. A replay counts as one level more, and replays stand in a line of their own, in the order of their
 arrivals: they were charged when they were new.
 
-Requests of one *kind* could be served by the same workers and need about as much room. When the first one of a kind finds no
-room, no other one of this kind is asked: a worker with new room meets one request of each kind, however many wait. Requests
-that no linked worker could serve are *parked*: they keep their turns, and nobody waits behind them. Siblings wait
-*behind* their leader until its KV is there or it has ended: nobody waits for them.
+Requests of one *kind* could be served by the same workers and need about as much room. When the first request of a kind finds
+no room, no other request of this kind is tried: a worker with new room is compared with one request of each kind, however many
+wait. Requests that no linked worker could serve are *parked*: they keep their turns, and no request waits behind them. Siblings
+wait *behind* their leader until its KV is there or it has ended: no request waits for a sibling.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from router.core.turns import Flow, Flows, Line, Path, Turn
 #
 # The waiting requests of one line that the same workers could serve, in a tree like that of their flows. Pure.
 #
-# The first request is found from the top: the flow that is first among those beside it, down to a call, and then the request of
-# this call whose own turn is first. Places of flows rise while others of their requests are served elsewhere, so a heap may
-# hold an old place; it is brought up to date when it comes to the top.
+# The first request is found from the top: at each level the first flow, down to a call, and then the request of this call with
+# the first own turn. Places of flows rise while other requests of these flows are served elsewhere, so a heap may hold an old
+# place; the place is brought up to date when it comes to the top.
 
 
 OwnTurn = tuple[float, int]
@@ -51,7 +51,7 @@ class Branch:
     """The flows below one flow that have requests here."""
 
     def __init__(self, depth: int) -> None:
-        """`depth`: the levels of flows below. Those of the last level are calls."""
+        """`depth`: the levels of flows below. The flows of the last level are calls."""
         self._depth = depth
         self._below: dict[str, tuple[Flow, Branch | LaneCall]] = {}
         self._order: list[tuple[tuple[float, int, int], str]] = []
@@ -60,7 +60,7 @@ class Branch:
         return bool(self._below)
 
     def add(self, flows: Sequence[Flow], item: Item) -> None:
-        """Insert a request under its flows, of which the first one is below this branch."""
+        """Insert a request under its flows. The first of these flows is directly below this branch."""
         flow = flows[0]
         found = self._below.get(flow.name)
         if found is None:
@@ -127,10 +127,10 @@ class Branch:
 
 
 LEVEL_S: Final = 3.0
-"""The seconds that one level of priority is worth. All two hundred levels outweigh the default deadline of 600 s."""
+"""The seconds that one level of priority is worth. All two hundred levels outweigh the default deadline, 600 s."""
 DEFAULT_TTFT_S: Final = 2.0
-"""The shortest target that counts for the turn of a request whose class is not urgent, or has none: that of the built-in class
-"batch"."""
+"""The least target that counts for the turn of a request whose class is not urgent or has no target: the target of the built-in
+class "batch"."""
 LEVELS: Final = 3
 """The levels of flows: clients, connections, calls."""
 NOBODY: Final[Path] = ("",) * LEVELS
@@ -144,7 +144,7 @@ class Kind(NamedTuple):
     prefill_length: int  # the same for prefill workers
     asked: Placement
     short: bool  # the prompt is computed on the decode worker, where the settings decide
-    size: int  # class of the room that they need, in quarters of a power of two
+    size: int  # bucket of the KV that they need, in quarters of a power of two
     avoid: tuple[WorkerId, ...] = ()  # workers with which they have failed
 
 
@@ -157,7 +157,8 @@ class First(NamedTuple):
 
 
 def size_of(tokens: int) -> int:
-    """Return the class of so many tokens of KV. The largest number of a class is at most a fifth larger than the smallest."""
+    """Return the size bucket of a number of KV tokens. The largest number of a bucket is at most a fifth larger than the
+    smallest."""
     return int(4 * math.log2(max(1, tokens)))
 
 
@@ -174,7 +175,8 @@ def _time_s(request: LiveRequest, since_s: float, priority: int) -> float:
 
 
 def line_of(request: LiveRequest) -> Line:
-    """Return the line of a request. A client that lowers its priority leaves no line: it would count in two of them."""
+    """Return the line of a request. A client that lowers its priority does not leave its line: otherwise it would count in two
+    lines."""
     return Line(request.slo.name, max(request.slo.priority, request.spec.priority), request.replay)
 
 
@@ -211,7 +213,7 @@ class WaitingRequests:
         self._alone: dict[RequestId, LiveRequest] = {}
         """The requests that wait until they may run alone."""
         self.fresh: dict[Kind, None] = {}
-        """The kinds whose first request may have changed since `fresh` was cleared."""
+        """The kinds whose first request may have changed since `fresh` was last cleared."""
 
     def add(self, request: LiveRequest) -> None:
         """Insert a request at its turn."""
@@ -223,7 +225,7 @@ class WaitingRequests:
         self._places[request.request_id] = None, request
 
     def add_alone(self, request: LiveRequest) -> None:
-        """Let a suspect wait until it may run alone. Nobody waits for it, and it waits for no room beside others."""
+        """Let a suspect wait until it may run alone. No request waits for it, and it waits for no room beside others."""
         self._alone[request.request_id] = request
         self._places[request.request_id] = None, request
 
@@ -300,16 +302,16 @@ class WaitingRequests:
                     del self._lanes[kind]
 
     def serve(self, request: LiveRequest, tokens: int, now_s: float) -> None:
-        """Charge the flows of a request that gets a worker, which need not have waited, for so many tokens. It is charged once,
-        however often it is placed."""
+        """Charge the flows of a request that gets a worker for its tokens. The request need not have waited. It is charged
+        once, however often it is placed."""
         if request.charged_tokens is None:
             request.charged_tokens, request.charged_to = max(1, tokens), (line_of(request), path_of(request))
             line, path = request.charged_to
             self._flows.setdefault(line, Flows()).serve(path, request.charged_tokens, now_s)
 
     def settle(self, request: LiveRequest, tokens: int) -> None:
-        """Charge the flows of a request that ends for what it took more than it was charged. It may not wait. Without this, a
-        client whose outputs become longer would pay for what was expected of them."""
+        """Charge the flows of a request that ends for the tokens beyond its first charge. The request must not be waiting.
+        Without this charge, a client whose outputs become longer would pay only for the outputs that were expected."""
         charged = request.charged_tokens
         if charged is not None and request.charged_to is not None and tokens > charged:
             line, path = request.charged_to
@@ -367,8 +369,8 @@ class WaitingRequests:
             self._sort_in(request, self._kind_of(request), line, self._flows[line].along(path_of(request)))
 
     def ahead_of(self, request: LiveRequest) -> int:
-        """Estimate how many requests will be served before one that need not wait here: those of its own call whose turn is
-        earlier, and as many of each flow beside. Of a line of another class, requests count whose turn is earlier."""
+        """Estimate how many requests will be served before `request`, which need not wait here: the earlier requests of its own
+        call, and equally many requests of each sibling flow. Other lines count if they have a request with an earlier turn."""
         line, own = line_of(request), own_turn(request)
         mine = self._ahead_in(line, path_of(request), own)
         return mine + sum(self._ahead_in_other(other, mine, own) for other in self._flows if other != line)
@@ -443,8 +445,8 @@ def _turn(request: LiveRequest, own: OwnTurn, line: Line, flows: list[Flow]) -> 
 
 
 class Walk:
-    """The order in which the first requests of some kinds are looked at: the first one of each line by fair queueing, and of
-    these the one whose time is first. The caller tells how each look ended: by `served`, or by `left`."""
+    """The order in which the first requests of some kinds are looked at: the first request of each line by fair queueing, and
+    of these the request with the earliest time. The caller reports how each look ended: by `served`, or by `left`."""
 
     def __init__(self, waiting: WaitingRequests, kinds: Iterable[Kind]) -> None:
         self._waiting = waiting
@@ -463,8 +465,8 @@ class Walk:
         return min((first for line in list(self._heads) if (first := self._first_of(line)) is not None), default=None)
 
     def _first_of(self, line: Line) -> First | None:
-        """Return the first request of a line whose kind is not left. Tags rise while others are served, so heads are looked
-        at anew."""
+        """Return the first request of a line whose kind is not left. Tags rise while other requests are served, so the heads
+        are compared anew."""
         heads = self._heads[line]
         while heads:
             turn, kind = heads[0]
