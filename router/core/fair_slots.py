@@ -53,7 +53,7 @@ class FairSlots:
         waiting = self._requests.waiting
         self._helped = {key: request for key, request in self._helped.items() if waiting.holds(request)}
         firsts = [first.request for kind in waiting.kinds() for first in waiting.firsts(kind)]
-        firsts = [one for one in firsts if one.client and not one.replay and one.request_id not in self._helped]
+        firsts = [first for first in firsts if first.client and not first.replay and first.request_id not in self._helped]
         start = self._looks % max(1, len(firsts))
         for request in [*firsts[start:], *firsts[:start]][:MAX_FIRSTS]:
             self._looks += 1
@@ -98,7 +98,7 @@ class FairSlots:
             and not work.request.suspect
             and self._placer.need_tokens(work.request) >= need
         ]
-        return min(some, key=lambda one: (one.migrations, one.work_len + len(one.emitted)), default=None)
+        return min(some, key=lambda other: (other.migrations, other.work_len + len(other.emitted)), default=None)
 
     def _give_way(self, request: LiveRequest, worker: Worker, to: LiveRequest, now_s: float) -> Effects:
         request.machine.move(RequestEvent.MIGRATED)
@@ -115,9 +115,9 @@ def largest_beside(path: Path, running: Sequence[Path], lesser: Sequence[Path], 
     first level at which running flows differ from `path` is compared. Empty: the flow of `path` runs beside others at that
     level, or no other flow has more than `more_than` requests."""
     for level, name in enumerate(path):
-        beside = {one[level] for one in running if one[:level] == path[:level] and len(one) > level}
+        beside = {client[level] for client in running if client[:level] == path[:level] and len(client) > level}
         if name not in beside:
-            counts = Counter(one[level] for one in lesser if one[:level] == path[:level] and len(one) > level)
+            counts = Counter(client[level] for client in lesser if client[:level] == path[:level] and len(client) > level)
             flow, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
             return (*path[:level], flow) if count > more_than else ()
         if len(beside) > 1:

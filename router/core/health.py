@@ -132,8 +132,8 @@ class Health:
         """Eject a worker between which and several others KV did not pass. False: too few would stay."""
         role = worker.hello.role.value
         other = "decode" if worker.hello.role is Role.PREFILL else "prefill"
-        told = f"KV did not pass between this {role} worker and {partners} {other} workers in a row"
-        return self._eject(worker, Cause.UNREACHABLE, told, now_s)
+        reason = f"KV did not pass between this {role} worker and {partners} {other} workers in a row"
+        return self._eject(worker, Cause.UNREACHABLE, reason, now_s)
 
     def on_trial(self, worker: Worker) -> bool:
         """Tell whether the worker has come back from an ejection and has not done well for long enough."""
@@ -221,8 +221,8 @@ class Health:
         its fault, so their accounts begin anew."""
         found = [worker for role in Role for worker in self._failing(self._registry.of_role(role))]
         for worker in sorted(found, key=lambda worker: -_share(worker)):
-            told = f"{_share(worker):.0%} of its last requests failed, and others served them"
-            if self._eject(worker, Cause.FAILURES, told, now_s):
+            reason = f"{_share(worker):.0%} of its last requests failed, and others served them"
+            if self._eject(worker, Cause.FAILURES, reason, now_s):
                 for other in self._registry:
                     if other.account is not None and other.hello.role is not worker.hello.role:
                         other.account.bad = 0.0
@@ -234,14 +234,14 @@ class Health:
             if worker.serves and worker.account is not None and outliers.fails(worker.account, rest):
                 yield worker
 
-    def _eject(self, worker: Worker, cause: Cause, told: str, now_s: float) -> bool:
+    def _eject(self, worker: Worker, cause: Cause, reason: str, now_s: float) -> bool:
         """Take a worker out of its pool if at least half of the pool then serves. Its running requests stay."""
         account = worker.account
         if not self._enabled or account is None or not worker.serves or not self._may_lose(worker):
             return False
         account.ejections += 1
         account.ejected_until_s = now_s + outliers.away_s(account.ejections)
-        account.reason, account.trial_left = told, TRIAL_RESULTS
+        account.reason, account.trial_left = reason, TRIAL_RESULTS
         self._handicaps_until_s = max(self._handicaps_until_s, account.ejected_until_s + FORGOTTEN_S)
         account.begin_anew()
         account.link = worker.link
@@ -275,10 +275,10 @@ class Health:
                 self._came_back(account)
             elif account is not None and account.reason:
                 out.append((account.ejected_until_s, worker.link, worker, account))
-        out.sort(key=lambda one: one[:2])
+        out.sort(key=lambda entry: entry[:2])
         while out:
             served_len = _longest([worker for worker in pool if worker.serves])
-            needed = [one for one in out if 2 * len(out) > len(pool) or one[2].hello.max_model_len > served_len]
+            needed = [entry for entry in out if 2 * len(out) > len(pool) or entry[2].hello.max_model_len > served_len]
             if not needed:
                 return
             _, _, worker, account = needed[0]
@@ -320,8 +320,8 @@ class Health:
                 if multiple < outliers.TOO_SLOW:
                     account.slow_s = 0.0
                 elif account.slow_s >= outliers.TOO_SLOW_S:
-                    told = f"its {role.value} steps take {multiple:.1f} times as long as those of its pool"
-                    self._eject(worker, Cause.SLOW, told, now_s)
+                    reason = f"its {role.value} steps take {multiple:.1f} times as long as those of its pool"
+                    self._eject(worker, Cause.SLOW, reason, now_s)
 
     def is_out(self, worker: Worker) -> bool:
         """Tell whether a worker is ejected."""

@@ -106,4 +106,4 @@ class Ledger:
             sums[entry.link] = sums.get(entry.link, 0) + entry.tokens
         assert sums == self._charged
         for link in sums.keys() | self._passed.keys():
-            assert self.passed(link) == sum(one.tokens for one in self._entries.values() if one.link == link and one.passed)
+            assert self.passed(link) == sum(e.tokens for e in self._entries.values() if e.link == link and e.passed)

@@ -69,9 +69,9 @@ class Pairs:
 
     def in_a_row(self, prefill: WorkerHello, decode: WorkerHello) -> None:
         """Record a failure of two workers of which both had been ready."""
-        for one, other in ((prefill, decode), (decode, prefill)):
-            self._since.setdefault(one.incarnation, self._passed)
-            self._partners.setdefault(one.incarnation, {})[other.incarnation] = None
+        for worker, other in ((prefill, decode), (decode, prefill)):
+            self._since.setdefault(worker.incarnation, self._passed)
+            self._partners.setdefault(worker.incarnation, {})[other.incarnation] = None
 
     def blamed(self, worker: WorkerHello) -> None:
         """Record that a worker was at fault in its failures, so that its partners were not."""

@@ -375,11 +375,11 @@ class PrefixIndex:
         holder.number, holder.count = delta.number, len(delta.added)
         holder.digest = reduce(xor, delta.added, 0)
         holder.stale = holder.digest != delta.digest
-        told = () if holder.stale else delta.added
-        before, holder.held = holder.held, dict.fromkeys(told)
+        reported = () if holder.stale else delta.added
+        before, holder.held = holder.held, dict.fromkeys(reported)
         self._pairs += len(holder.held) - len(before)
         self._clear(holder, before)
-        self._set(holder.bit, told)
+        self._set(holder.bit, reported)
         self._evict()
 
     def _change(self, holder: _Holder, delta: PrefixDelta) -> None:

@@ -140,14 +140,14 @@ class Shares:
         """Assert that the shares are those of the new requests that wait."""
         waiting = list(new)
         for depth in range(3):
-            counted = {one.request_id for share in self._at(depth) for one in share.requests.values()}
-            assert counted == {one.request_id for one in waiting if len(one.client) > depth}
+            counted = {request.request_id for share in self._at(depth) for request in share.requests.values()}
+            assert counted == {request.request_id for request in waiting if len(request.client) > depth}
         for share in (share for depth in range(3) for share in self._at(depth)):
             assert share.requests
-            assert share.tokens == sum(one.new_prompt_tokens for one in share.requests.values())
+            assert share.tokens == sum(request.new_prompt_tokens for request in share.requests.values())
         for share in (self._root, *self._at(0), *self._at(1)):
             if share.below:
-                assert share.heaviest(self._max)[1].load(*self._max) == max(o.load(*self._max) for o in share.below.values())
+                assert share.heaviest(self._max)[1].load(*self._max) == max(s.load(*self._max) for s in share.below.values())
 
     def _at(self, depth: int) -> list[Share]:
         found = [self._root]
@@ -350,7 +350,7 @@ class QueueLimits:
     def _lowest(self, priority: int) -> list[LiveRequest]:
         """Return the requests that may be shed for a class of this priority: the lowest class first, and within a class the
         youngest first."""
-        below = [one.requests.values() for one in self._classes.values() if one.slo.priority < priority]
+        below = [queued.requests.values() for queued in self._classes.values() if queued.slo.priority < priority]
         return heapq.nsmallest(MAX_SHED, chain.from_iterable(below), key=lambda r: (r.slo.priority, -r.arrival))
 
     def add(self, request: LiveRequest) -> None:
@@ -399,8 +399,8 @@ class QueueLimits:
         new = [r for r in all_ if not r.replay]
         assert self._replays == {r.request_id for r in all_ if r.replay}
         assert (self._new, self._new_tokens) == (len(new), sum(r.new_prompt_tokens for r in new))
-        assert sum(len(one.requests) for one in self._classes.values()) == len(new)
+        assert sum(len(queued.requests) for queued in self._classes.values()) == len(new)
         self._clients.check_invariants(new)
-        for name, one in self._classes.items():
-            assert set(one.requests) == {r.request_id for r in new if r.slo.name == name}
-            assert one.tokens == sum(r.new_prompt_tokens for r in one.requests.values())
+        for name, queued in self._classes.items():
+            assert set(queued.requests) == {r.request_id for r in new if r.slo.name == name}
+            assert queued.tokens == sum(r.new_prompt_tokens for r in queued.requests.values())

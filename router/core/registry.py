@@ -292,8 +292,8 @@ class Registry:
 
         So all known digests of linked workers are equal. A process that dials again is not compared with itself.
         """
-        others = (one for one in self._by_link.values() if one.hello.worker_id != hello.worker_id and one.hello.model_digest)
-        return next((one for one in others if hello.model_digest not in ("", one.hello.model_digest)), None)
+        others = (w for w in self._by_link.values() if w.hello.worker_id != hello.worker_id and w.hello.model_digest)
+        return next((other for other in others if hello.model_digest not in ("", other.hello.model_digest)), None)
 
     def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
         """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if another process uses it and was heard
@@ -421,7 +421,7 @@ class Registry:
 
     def _note_change(self, role: Role) -> None:
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
-        kinds = ({w.hello.pairing: w.hello for w in self._by_role[one].values()} for one in (Role.PREFILL, Role.DECODE))
+        kinds = ({w.hello.pairing: w.hello for w in self._by_role[side].values()} for side in (Role.PREFILL, Role.DECODE))
         prefill, decode = (kind.values() for kind in kinds)
         self.mixed_peers = any(not lender.may_pair(reader) for lender in prefill for reader in decode)
         digests = (worker.hello.model_digest for worker in self._by_link.values() if worker.hello.model_digest)

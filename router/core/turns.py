@@ -208,5 +208,5 @@ def _check(parent: Flow) -> None:
         _check(flow)
     assert parent.virtual <= parent.top or not parent.below
     if parent.below:
-        assert sorted(parent.waiting) == sorted(one for flow in parent.below.values() for one in flow.waiting)
+        assert sorted(parent.waiting) == sorted(request_id for flow in parent.below.values() for request_id in flow.waiting)
         assert parent.backlogged == {flow.name for flow in parent.below.values() if flow.waiting}

@@ -384,7 +384,7 @@ class WaitingRequests:
                 levels.append(flow)
                 flow = flow.below.get(name)
         for level, name in zip(reversed(levels), reversed(path[: len(levels)]), strict=True):
-            ahead += sum(min(len(one.waiting), ahead + 1) for one in level.below.values() if one.name != name)
+            ahead += sum(min(len(flow.waiting), ahead + 1) for flow in level.below.values() if flow.name != name)
         return ahead
 
     def _ahead_in_other(self, line: Line, mine: int, own: OwnTurn) -> int:
@@ -392,7 +392,7 @@ class WaitingRequests:
         if not any(self._time_of(lane) < own[0] for lane in lanes):
             return 0
         unknown = sum(lane.before(NOBODY, own) for lane in lanes)
-        return unknown + sum(min(len(one.waiting), mine + 1) for one in self._flows[line].root.below.values() if one.name)
+        return unknown + sum(min(len(flow.waiting), mine + 1) for flow in self._flows[line].root.below.values() if flow.name)
 
     def _time_of(self, lane: Branch) -> float:
         flows, (own, request) = lane.first()
@@ -421,7 +421,7 @@ class WaitingRequests:
                 for own, request in lane.requests():
                     assert self._places[request.request_id] == (kind, request)
                     assert (own, line) == (own_turn(request), line_of(request))
-        items: list[Item] = [one for lanes in self._lanes.values() for lane in lanes.values() for one in lane.requests()]
+        items: list[Item] = [item for lanes in self._lanes.values() for lane in lanes.values() for item in lane.requests()]
         for line, flows in self._flows.items():
             flows.check_invariants()
             assert flows.root.waiting == {request.request_id for _, request in items if line_of(request) == line}
