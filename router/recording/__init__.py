@@ -1,1 +1,2 @@
-"""Recordings of what the router's core was told and what it decided. A router writes them, and another process replays them."""
+"""Recordings of the events that the router's core got and of the effects that it returned. A router writes them, and another
+process replays them."""

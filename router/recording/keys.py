@@ -1,8 +1,8 @@
-"""Redaction of prefix keys: a recording has other keys in their place, and equal ones stay equal.
+"""Redaction of prefix keys: a recording has other keys in their place, and equal keys stay equal.
 
 A delta carries the exclusive or of all keys that its worker holds, which no map of a single key can replace. So the redaction
-follows each worker's keys, and writes the exclusive or of what replaces them. What did not agree in the router's run still
-differs by the same number, so a replay asks for the keys again where the router did.
+follows each worker's keys, and writes the exclusive or of their replacements. A digest that was wrong in the router's run is
+still wrong by the same difference, so a replay asks for the keys again where the router did.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ MAX_BYTES: Final = 64 << 20
 END_BYTES: Final = 256
 """The bytes of `MAX_BYTES` that are kept for the last line."""
 MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
-CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
+CLOSE_S: Final = 5.0  # after this time the router no longer waits for a disk that writes nothing
 
 _Item = tuple[float, ev.Event, Outcome]
 
@@ -45,7 +45,7 @@ class Recorder:
         self._max_bytes = MAX_BYTES
         self._queue: queue.Queue[_Item | None] = queue.Queue(MAX_QUEUED)
         self._end = ""
-        """The reason why nothing more is taken. Empty: it records."""
+        """The reason why the recorder takes no more events. Empty: it records."""
         self._file = _open(config.record_file)
         self.path = self._file.name
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -99,7 +99,7 @@ class Recorder:
 
 def _open(name: str) -> BinaryIO:
     """Create a file that only its owner reads. A file that exists is kept, and the name gets a number: a router that starts
-    again must not overwrite what the one before it recorded."""
+    again must not overwrite the recording of an earlier router."""
     if not name or Path(name).is_dir():
         raise ConfigError(f"router.record_file: must name a file, got {name!r}, which is a folder or nothing")
     for number in range(1, MAX_FILES):

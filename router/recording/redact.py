@@ -2,8 +2,8 @@
 
 Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
 placeholders of the same lengths. Constraints are left out. The core looks at nothing else of them, so a replay decides as the
-router did. Salts, names of sessions and tickets become digests with a key that is drawn for each recording and written
-nowhere: equal ones stay equal, and nobody can try out what they were. Other keys replace prefix keys in the same way
+router did. Salts, names of sessions and tickets become digests with a key that is drawn for each recording and written nowhere:
+equal values stay equal, and nobody can find the originals by trial. Other keys replace prefix keys in the same way
 (`recording.keys`).
 """
 
@@ -20,11 +20,11 @@ KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
 DIGEST_CHARS: Final = 32  # 128 bits: two of them never agree by chance
 FILLER: Final = "x"
 MAX_PLACEHOLDERS: Final = 1 << 24
-"""One event has at most so many placeholders. A body of a request has 8 MiB, and a token is a byte of it or more."""
+"""The most placeholders of one event. The body of a request has at most 8 MiB, and a token takes at least one byte of it."""
 
 
 class Redaction:
-    """Replaces what one recording must not tell."""
+    """Replaces the values that a recording must not contain."""
 
     def __init__(self, key: bytes | None, *, prompts: bool) -> None:
         """`key` is secret. None: salts, sessions and tickets are digests already. `prompts`: prompts, outputs and stop strings
@@ -50,7 +50,7 @@ class Redaction:
             }
 
     def hide(self, value: Any) -> Any:
-        """Return the plain value of an event or effect, or a part of it, without what must not be told."""
+        """Return the plain value of an event or effect, or of a part of it, without secret values."""
         if isinstance(value, dict):
             row = _is_row(value)
             hidden = {name: self._hide_field(name, item, row) for name, item in value.items()}
@@ -119,7 +119,7 @@ class _Expansion:
 
 
 def _nothing(value: Any) -> None:
-    """Return None for a constraint, whose text may tell as much as a prompt. The core does not look at it."""
+    """Return None for a constraint, because its text may reveal as much as a prompt. The core does not look at it."""
 
 
 def _is_row(value: dict[str, Any]) -> bool:

@@ -63,7 +63,7 @@ class Replay:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file. Raises `InvalidRequest` for a longer one than a recording has."""
+    """Yield the lines of a file. Raises `InvalidRequest` for a line that is longer than any line of a recording."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) == MAX_LINE_BYTES:
             raise _bad(f"a line has more than {MAX_LINE_BYTES} bytes")

@@ -1,4 +1,4 @@
-"""The lines of a recording. The first one is the header; each other one is one event with what the core made of it.
+"""The lines of a recording. The first line is the header; each other line is one event with its effects or its error.
 
 ```
 {"pdserve_recording": 1, "pdserve": VERSION, "model_fingerprint": ..., "seed": 7, "prompts": false, "router": {settings}}
@@ -31,14 +31,14 @@ Outcome = list[ev.Effect] | Exception
 
 
 class Notes(Protocol):
-    """A listener that is told all events of a core."""
+    """A listener that gets all events of a core."""
 
     def note(self, now_s: float, event: ev.Event, outcome: Outcome) -> None:
         """Take one event, in order. Never blocks and never raises."""
 
 
 class Transcript:
-    """Writes lines, each with its line feed. It keeps nothing of what it wrote."""
+    """Writes lines, each with its line feed. It does not keep the lines that it wrote."""
 
     def __init__(self, config: RouterConfig, model_fingerprint: str, *, key: bytes, seed: int = 0) -> None:
         """`seed` is the core's. `key` is random and secret: salts and tickets become digests with it."""
@@ -74,7 +74,7 @@ class Transcript:
 
 
 def outcome_to_plain(outcome: Outcome, redaction: Redaction) -> dict[str, Any]:
-    """Return the part of a line that says what the core made of an event."""
+    """Return the part of a line that holds the outcome of an event."""
     if isinstance(outcome, Exception):
         return {"raised": {"type": type(outcome).__name__, "message": str(outcome)}}
     return {"effects": [redaction.hide(to_plain(effect)) for effect in outcome]}
