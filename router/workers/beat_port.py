@@ -1,4 +1,4 @@
-"""The router's end of beats: one socket on the link's port, and a thread that answers there. `pdserve.rpc.beats` tells why."""
+"""The router's end of beats: one socket on the link's port, and a thread that answers there. `pdserve.rpc.beats` says why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.core import events as ev
 logger = logging.getLogger(__name__)
 
 MAX_HEARD: Final = 1 << 14
-"""At most so many beats wait to be taken: those of 500 workers in half a minute. The oldest ones give way."""
+"""The most beats that wait to be taken: the beats of 500 workers in half a minute. The oldest beats are dropped first."""
 CLOSE_TIMEOUT_S: Final = 1.0  # the thread is woken, and does little else
 
 
@@ -25,7 +25,8 @@ class BeatPort:
     any one thread."""
 
     def __init__(self, vouches: Callable[[], bool]) -> None:
-        """`vouches` is asked on this object's thread before each answer. False: the router's loops hang, so nobody answers."""
+        """`vouches` is asked on this object's thread before each answer. False: the router's loops hang, so no beat is
+        answered."""
         self._vouches = vouches
         self._links: dict[bytes, ev.LinkId] = {}
         self._heard: deque[ev.LinkId] = deque(maxlen=MAX_HEARD)
@@ -71,7 +72,7 @@ class BeatPort:
 
     def _wake(self, bound: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            bound.shutdown(socket.SHUT_RDWR)  # ends `recvfrom`, though it says that nothing is connected
+            bound.shutdown(socket.SHUT_RDWR)  # ends `recvfrom`, although the call itself fails with "not connected"
 
     def _run(self, bound: socket.socket) -> None:
         while not self._closed:
@@ -81,6 +82,6 @@ class BeatPort:
                 if link is not None and self._vouches():
                     self._heard.append(link)
                     bound.sendto(data, sender)
-            except OSError as exc:  # the answer before this one could not be delivered
+            except OSError as exc:  # the previous answer could not be delivered
                 if not self._closed:
                     logger.debug("a beat was not answered: %s", exc)

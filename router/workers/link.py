@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_OUTBOUND: Final = 4096
-"""At most this many commands wait to be written to one worker: several for each request that it could hold."""
+"""The most commands that wait to be written to one worker: several for each request that it could hold."""
 
 RETURN_S: Final = 5.0  # the default of `router.heartbeat_lost_s`
-ROOM_S: Final = 0.25  # a stream looks for room so often; whoever takes events has seconds of work meanwhile
+ROOM_S: Final = 0.25  # how often a stream looks for room; the loop that takes events has seconds of work then
 GONE: Final = "the router has no such link any more"
 
 Deliver = Callable[[Heard], None]
@@ -59,13 +59,12 @@ class Links(Protocol):
         """Close a link. The error tells the worker why."""
 
     def take_alive(self) -> tuple[ev.LinkId, ...]:
-        """Return the links whose workers have shown, since the last call, that they live, by more than the events that were
-        delivered."""
+        """Return the links whose workers have shown since the last call that they live, other than by delivered events."""
 
 
 class Link:
-    """The connection of one worker: one stream, or several after each other if the worker takes a broken one up again. Commands
-    keep their order."""
+    """The connection of one worker: one stream, or several streams in a row if the worker takes a broken link up again.
+    Commands keep their order."""
 
     def __init__(self, link_id: ev.LinkId, hello: WorkerHello, incoming: Incoming, *, bundles: bool) -> None:
         self.link_id = link_id
@@ -78,12 +77,13 @@ class Link:
         self.closed = asyncio.Event()
         self._replaced = asyncio.Event()
         self.streams = asyncio.Lock()
-        """Whoever holds it serves the one stream of this link."""
+        """The holder of this lock serves the single stream of this link."""
         self._told_unknown = False
         self.key = b""
         """The link's key. Empty: the worker has not been welcomed, or its version has no beats and takes nothing up again."""
         self.word = ""
-        """Why the worker ends, in its own words. It may be gone before the core has heard them and closes the link."""
+        """Why the worker ends, in its own words. The worker may be gone before the core gets these words and closes the
+        link."""
         self.broken = False
         """True while the stream is broken and the worker has not come back."""
         self.waiting: asyncio.Task[None] | None = None
@@ -108,8 +108,8 @@ class Link:
         self.closed.set()
 
     def replace_stream(self) -> asyncio.Event:
-        """Begin a stream that answers for this link from now on: its worker has dialled again. The one before ends. Returns the
-        event that ends the new one in the same way."""
+        """Begin a stream that serves this link from now on: its worker has dialled again. The previous stream ends. Returns the
+        event that will end the new stream in the same way."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced
@@ -143,7 +143,8 @@ class Link:
                     self._hear(one, deliver, answers)
 
     def _parts(self, message: link_pb2.WorkerMessage) -> Sequence[link_pb2.WorkerMessage]:
-        """Return the messages of a bundle. One that cannot be read ends the link, since it would come again as it is."""
+        """Return the messages of a bundle. An unreadable bundle ends the link, since the worker would send the same bytes
+        again."""
         try:
             return unbundled(message)
         except ReplicaLost as exc:
@@ -198,7 +199,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         no room for more events of a link, its stream is not read.
 
         A worker whose stream broke may come back within `return_s`, unless `ended` finds that its process has ended. `beats`
-        hears the links beside their streams; None: nobody does.
+        receives beats of the links beside their streams; None: no beats are received.
         """
         self._token = cluster_token.encode()
         self._deliver = deliver
@@ -275,7 +276,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
             except BaseException:  # a lost connection cancels this call, while the stream before has not ended yet
                 self._leave(link, loop, replaced, "the worker hung up or died while it took the link up")
                 raise
-            if not link.outlives_stream:  # it was closed meanwhile
+            if not link.outlives_stream:  # the link was closed in the meantime
                 self._end(link)
                 await status.abort(context, link.error or ReplicaLost(GONE))
             link.broken = False
@@ -326,29 +327,29 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
         return broke
 
     async def _tell_end(self, link: Link, context: Any, broke: str) -> None:
-        """Write the status of a stream that has ended. The next one does not wait for that: a status stands behind what the
-        worker's side has not read, which may be for as long as a dead connection lasts."""
+        """Write the status of a stream that has ended. The next stream does not wait for that: the status stands behind
+        messages that the worker's side has not read, and on a dead connection that may take as long as the connection lasts."""
         if link.error is not None:
             await status.abort(context, link.error)
         if link.outlives_stream:
             await context.abort(grpc.StatusCode.UNAVAILABLE, broke)
 
     def _leave(self, link: Link, loop: asyncio.AbstractEventLoop, replaced: asyncio.Event, broke: str) -> None:
-        """End a link whose stream has ended, or wait for the worker's return. If the stream was replaced, its successor answers
-        for the link, and does this in its turn."""
+        """End a link whose stream has ended, or wait for the worker's return. If the stream was replaced, its successor serves
+        the link, and does this at its own end."""
         if not link.outlives_stream or not _runs(loop):
             self._end(link)
         elif not replaced.is_set():
             self._wait_for(link, broke)
 
     def _wait_for(self, link: Link, broke: str) -> None:
-        """Let the worker come back, while nothing shows that its process has ended. Its beats are not heard meanwhile, so the
-        core gives it nothing new after a while, and gives it up at last."""
+        """Let the worker come back, while nothing shows that its process has ended. Its beats are not received in this time, so
+        after a while the core gives it no new work, and at last gives it up."""
         logger.warning("link %d: the stream of %s at %s broke: %s", link.link_id, link.worker, link.address, broke)
         if self._beats is not None:
             self._beats.discard(link.key)
         link.broken = True
-        asyncio.get_running_loop().call_soon(self._begin_to_wait, link)  # a loop that is dropped begins nothing
+        asyncio.get_running_loop().call_soon(self._begin_to_wait, link)  # a dropped loop begins no task
 
     def _begin_to_wait(self, link: Link) -> None:
         if link.broken and link.waiting is None:  # a stream that was never served leaves a wait as it was
@@ -418,7 +419,7 @@ class LinkService(link_pb2_grpc.WorkerLinkServicer):
 
 
 def _runs(loop: asyncio.AbstractEventLoop) -> bool:
-    """Tell whether this is called on a loop. A call of a loop that has been dropped ends where the interpreter finds it."""
+    """Tell whether this is called on a loop. A coroutine of a dropped loop ends wherever the interpreter collects it."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

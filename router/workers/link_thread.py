@@ -3,7 +3,7 @@
 The core stays on the main loop, with the front ends. Events reach the core in order through one queue, and a batch of them
 costs one wake-up. Commands reach the links in order as well, all those of a turn of the main loop together, so that they share
 a wake-up and travel as a bundle. Heartbeats and beats are answered here at once, as long as the main loop takes events. A main
-loop that has taken none for `STUCK_S` hangs, and its workers should learn of it.
+loop that has taken no events for `STUCK_S` hangs, and its workers should learn of it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ from router.workers.wire import Heard
 logger = logging.getLogger(__name__)
 
 MAX_LINK_MESSAGE_BYTES: Final = 8 << 20
-"""A larger message comes from a broken worker. Those of a working one have a bundle's bytes, 1 MiB, or little more. Parsed
-garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and the interpreter meanwhile."""
+"""A larger message comes from a broken worker. The messages of a working worker have a bundle's bytes, 1 MiB, or little more.
+Parsed garbage takes up to 8 times the bytes (measured with a bundle of empty messages), and blocks the interpreter
+meanwhile."""
 STREAM_WINDOW_BYTES: Final = 512
-"""A worker has at most so much of a stream under way that is not read yet, and the message that is being read. All else waits
-on its side, where it becomes bundles. By default gRPC let 22,000 messages of 40 bytes wait on the way (measured). Under load
-the thread reads each link less than twice a second, so with 4 KiB a heartbeat stood behind 90 messages for up to 45 s."""
+"""The most unread bytes of a worker's stream that are under way, besides the message that is being read. All other messages
+wait on the worker's side, where they become bundles. By default gRPC let 22,000 messages of 40 bytes wait on the way
+(measured). Under load the thread reads each link less than twice a second, so with 4 KiB a heartbeat stood behind 90 messages
+for up to 45 s."""
 MAX_HEARD: Final = 1 << 16
 """While this many events wait for the main loop, minutes of the steps of many workers, no stream is read. What workers send
 meanwhile waits on their side: load must end no link."""
 MAX_HEARD_OF_LINK: Final = 1 << 15
-"""While the events of one link that wait have this weight, its stream is not read, so a worker that sends without end delays
-others by no more. A working one comes to half of it while the main loop stands still for `STUCK_S`."""
+"""While the events of one link that wait have this weight, its stream is not read, so this weight bounds the delay that a
+worker which sends without end causes to others. A working worker reaches half of it while the main loop stands still for
+`STUCK_S`."""
 PARTS_OF_WEIGHT: Final = 16  # rows or prefix keys of an event weigh as much as an event of their own
 TAKEN_S: Final = 0.01
-"""The main loop takes events for so long at once. Then others have a turn, also while events come faster than it takes them."""
+"""The longest time for which the main loop takes events without a break. Then other tasks have a turn, also while events come
+faster than the loop takes them."""
 MAX_SAID: Final = 64
-"""At most this many commands wait for the end of a turn of the main loop, those of about 5 ms of its work. With 16, the links'
-thread took 47 us of a request over HTTP, where many come together, and now 36."""
-TURN_S: Final = 1.0  # the thread's loop notes so often that it turns
-MAX_CONNECTIONS: Final = 1024  # one for each worker; a router process passes the number that its descriptors allow
+"""The most commands that wait for the end of a turn of the main loop: the commands of about 5 ms of its work. With 16, the
+links' thread took 47 us for each request when many requests came over HTTP together; now it takes 36 us."""
+TURN_S: Final = 1.0  # how often the thread's loop notes that it turns
+MAX_CONNECTIONS: Final = 1024  # one link for each worker; a router process passes the number that its descriptors allow
 CLOSE_TIMEOUT_S: Final = 5.0  # longer than the grace of a server that stops
 
 
@@ -65,7 +69,7 @@ class LinkThread:
         self._max_connections = max_connections
         self._heard: deque[Heard] = deque()
         self._heard_weight: Counter[ev.LinkId] = Counter()  # of all events of a link so far
-        self._taken_weight: Counter[ev.LinkId] = Counter()  # of those that the main loop has taken
+        self._taken_weight: Counter[ev.LinkId] = Counter()  # of the events that the main loop has taken
         self._heard_since_s: float | None = None  # None: the main loop has not been woken for a batch
         self._said: list[Callable[[LinkService], None]] = []  # in this turn of the main loop
         self._main: asyncio.AbstractEventLoop | None = None
@@ -139,7 +143,7 @@ class LinkThread:
                 self._loop.call_soon_threadsafe(self._take_said, said)
 
     def _take_heard(self) -> None:
-        """Deliver events for `TAKEN_S`, and those that are left in a later turn of this loop."""
+        """Deliver events for `TAKEN_S`, and the remaining events in a later turn of this loop."""
         self._heard_since_s = None
         until_s = time.monotonic() + TAKEN_S
         while self._heard:
@@ -152,7 +156,7 @@ class LinkThread:
                 del self._taken_weight[event.link]
             try:
                 self._deliver(event)
-            except Exception:  # a bug of ours costs this link alone, and events of others are still taken
+            except Exception:  # a bug of ours costs only this link, and events of other links are still taken
                 logger.exception("link %d: the core failed on its %s", event.link, type(event).__name__)
                 self.hang_up(event.link, InternalBug("the router failed on an event of this worker"))
 
@@ -222,7 +226,8 @@ class LinkThread:
             self._main.call_soon_threadsafe(self._take_heard)
 
     def _has_room(self, link: ev.LinkId) -> bool:
-        """Tell whether more events of a link may wait for the main loop. Those of one more message may exceed the limits."""
+        """Tell whether more events of a link may wait for the main loop. The events of one more message may exceed the
+        limits."""
         waits = self._heard_weight[link] - self._taken_weight.get(link, 0)
         return len(self._heard) < MAX_HEARD and waits < MAX_HEARD_OF_LINK
 
@@ -231,7 +236,7 @@ class LinkThread:
         return since_s is None or time.monotonic() - since_s < STUCK_S
 
     def _turns(self) -> bool:
-        """Tell whether this thread's loop and the main loop turn. The thread that answers beats asks."""
+        """Tell whether this thread's loop and the main loop turn. The thread that answers beats calls this."""
         return time.monotonic() - self._turned_s < STUCK_S and self._main_takes()
 
     def _take_said(self, said: list[Callable[[LinkService], None]]) -> None:

@@ -19,11 +19,11 @@ from pdserve.rpc.status import from_reason
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2, story_pb2
 from router.core import events as ev
 
-MAX_WORKER_ID_CHARS: Final = 253  # that of names in Kubernetes
+MAX_WORKER_ID_CHARS: Final = 253  # the limit for names in Kubernetes
 MAX_TEXT_CHARS: Final = 1_000
-"""The most characters of each other text of a hello. Those of our workers have up to 300."""
+"""The most characters of each other text of a hello. The texts of our workers have up to 300."""
 MAX_FIELDS: Final = 16
-"""An entry of a worker's story has at most so many fields. Those of our workers have up to 4."""
+"""The most fields of an entry of a worker's story. The entries of our workers have up to 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ _MEASURES: Final[Callable[[WorkerLoad], tuple[float, ...]]] = attrgetter(*_MEASU
 """The numbers of a heartbeat that a worker measures."""
 
 Heard = ev.WorkerEvent | WorkExplained
-"""Whatever a link may deliver."""
+"""Every event that a link may deliver."""
 
 
 def hello_from_wire(hello: common_pb2.WorkerHello) -> WorkerHello:
@@ -132,7 +132,7 @@ def _request_failed(link: ev.LinkId, m: link_pb2.RequestFailed) -> ev.WorkerEven
 
 
 def _work_explained(link: ev.LinkId, m: story_pb2.WorkExplained) -> WorkExplained:
-    """Keep as much as an honest worker tells: an operator gets the parts of all workers in one message."""
+    """Keep at most the amount that an honest worker sends: an operator gets the parts of all workers in one message."""
     entries = entries_from_wire(m.entries[:MAX_ENTRIES], since_s=0.0)
     kept = [StoryEntry(at_s, cut(kind), _fields(fields)) for at_s, kind, fields in entries if math.isfinite(at_s)]
     return WorkExplained(link, m.question, tuple(kept), m.left_out)
