@@ -30,7 +30,7 @@ PROMPT_HASH_BYTES: Final = 32
 def encode_parts(*parts: bytes) -> bytes:
     """Return the parts as one string of bytes, each after its length in 8 bytes (little-endian).
 
-    The encoding is injective, for any number of parts: a reader that takes a length and so many bytes, again and again, gets
+    The encoding is injective for any number of parts: a reader that repeatedly takes a length and that number of bytes gets
     exactly these parts back.
     """
     return b"".join([piece for part in parts for piece in (struct.pack("<Q", len(part)), part)])

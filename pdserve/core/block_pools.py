@@ -1,11 +1,11 @@
 """The block pools of one engine: a pool for each KV group. All groups have the same holders and lend, share and free together.
 
 Block i of a holder holds the same tokens in every group. So a holder has equally many blocks in each group, and a prefix is
-here only if every group has it. An operation succeeds in all groups or changes nothing.
+cached only if every group has it. An operation succeeds in all groups or changes nothing.
 
-A group with a sliding window holds only blocks that a later token can see (`KvGroup.first_live`). The entries before them
-are null. So a hit of n blocks needs all n blocks in a group without a window, and the live ones of them in the others. A prompt
-that is computed takes its blocks there chunk by chunk (`WindowPool`).
+A group with a sliding window holds only blocks that a later token can see (`KvGroup.first_live`). The entries before them are
+null. So a hit of n blocks needs all n blocks in a group without a window, and only the live blocks among them in the other
+groups. A prompt that is computed takes its blocks there chunk by chunk (`WindowPool`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TableReservation:
 
 
 class Prefill(NamedTuple):
-    """A prompt that is computed here. `chunk`: a step computes at most so many of its tokens. `lent`: a lease keeps the blocks
-    that are live at its end."""
+    """A prompt that is computed here. `chunk`: the most tokens of the prompt that a step computes. `lent`: a lease keeps the
+    blocks that are live at the prompt's end."""
 
     tokens: int
     chunk: int
@@ -45,15 +45,16 @@ class Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class _Gap:
-    """The entries [begin, end) of a table that are not taken yet. Those before `first` were here when the table was made."""
+    """The entries [begin, end) of a table that are not taken yet. The blocks before entry `first` were in the pool when the
+    table was made."""
 
     first: int
     begin: int
     end: int
     most: int
-    """The pool promises so many blocks at once to the entries from `first` on."""
+    """The number of blocks that the pool promises at once to the entries from `first` on."""
     promised: int = 0
-    """Those of them that are not taken now. Nobody else gets them."""
+    """The promised blocks that are not taken now. No other holder gets them."""
     unpublished: dict[int, BlockHash] = field(default_factory=dict)
 
 
@@ -61,9 +62,9 @@ class WindowPool(BlockPool):
     """The pool of a group with a sliding window. A prompt that is computed takes its blocks chunk by chunk, while blocks behind
     the window come back. So its table has a gap: null entries for blocks that are not taken yet.
 
-    The pool promises each such holder enough blocks for the window and a step of one block, so it always goes on. A larger
-    step takes what nobody was promised. Its blocks are published when they die, or when the last one is taken: until then
-    nobody else holds them, so a dead one really comes back to the pool.
+    The pool promises each such holder enough blocks for the window and a step of one block, so the prompt always goes on. A
+    larger step takes blocks that are not promised. Its blocks are published when they die, or when the last block of the table
+    is taken. Until then no other holder has them, so a dead block really comes back to the pool.
     """
 
     def __init__(self, num_blocks: int, layout: KvGroup, published: PublishedKeys | None = None) -> None:
@@ -74,7 +75,7 @@ class WindowPool(BlockPool):
 
     @property
     def num_allocatable(self) -> int:
-        """The blocks that can be allocated now and are promised to nobody."""
+        """The blocks that can be allocated now and are not promised."""
         return super().num_allocatable - self._promised
 
     def counts(self) -> BlockCounts:
@@ -85,17 +86,17 @@ class WindowPool(BlockPool):
         return BlockCounts(total, free - from_free, cached - rest, held + self._promised, quarantined)
 
     def blocks_needed(self, count: int, prefill: Prefill, hits: int = 0, live_hits: int = 0) -> int:
-        """Return the blocks that must be there for a table of `count` blocks that begins with `hits` hits, `live_hits` of them
-        live: those that a lease keeps, and those that steps of the largest size hold at once. The pool may be too small for
-        such steps; then it is what a lease keeps and what is promised."""
+        """Return the number of blocks that a table of `count` blocks needs which begins with `hits` hits, `live_hits` of them
+        live: the blocks that a lease keeps, and the blocks that steps of the largest size hold at once. If the pool is too
+        small for such steps, these are the blocks that a lease keeps and the promised blocks."""
         end = self._end_of_gap(count, prefill, hits)
         least = count - end + self._promise_for(end - hits)
         needed = max(least, count - end + self._layout.most_held(hits, end, prefill.chunk))
         return needed if needed + live_hits <= self.num_blocks else least
 
     def lacking_for(self, count: int, hashes: Sequence[BlockHash], prefill: Prefill, *, spare: int, dead: int) -> int:
-        """Return how many blocks lack for `reserve_prefill` to follow. Below 1, none does. An empty pool takes every table that
-        is no longer than its longest one."""
+        """Return how many blocks are missing for a `reserve_prefill`. Below 1: none is missing. An empty pool takes every table
+        up to its longest table."""
         hits = self.lookup(hashes[dead:])
         needed = self.blocks_needed(count, prefill, len(hashes), len(hits))
         evictable_hits = sum(block_id in self._cached for block_id in hits)
@@ -116,7 +117,7 @@ class WindowPool(BlockPool):
         return Reservation(self.blocks_of(holder), reservation.hits)
 
     def reach(self, holder: Holder) -> int | None:
-        """Return how many first entries of the holder's table can be taken now. None: all of them."""
+        """Return how many of the first entries of the holder's table can be taken now. None: all entries."""
         if (gap := self._gaps.get(holder)) is None:
             return None
         reach = gap.begin + gap.promised + self.num_allocatable
@@ -143,8 +144,8 @@ class WindowPool(BlockPool):
             self._close(holder)
 
     def free_behind(self, holder: Holder, dead: int) -> bool:
-        """Do the work of `BlockPool.free_behind`. Dead blocks of a prompt that goes on are published before, and what it will
-        need in their place is promised to it."""
+        """Do the work of `BlockPool.free_behind`. Dead blocks of a prompt that goes on are published before, and the blocks
+        that it will need in their place are promised to it."""
         if (gap := self._gaps.get(holder)) is None:
             return super().free_behind(holder, dead)
         self._publish_up_to(holder, gap, dead)
@@ -178,7 +179,7 @@ class WindowPool(BlockPool):
         super().withdraw_hashes(gone)
 
     def drop(self, holder: Holder) -> None:
-        """Drop all references of the holder, and what it was promised. Idempotent."""
+        """Drop all references of the holder and its promise. Idempotent."""
         if (gap := self._gaps.get(holder)) is not None:
             self._publish_up_to(holder, gap, gap.end)
         super().drop(holder)
@@ -204,7 +205,7 @@ class WindowPool(BlockPool):
         return max(hits, self._layout.first_live(prefill.tokens)) if prefill.lent else count
 
     def _promise_for(self, blocks: int) -> int:
-        """Return the most that is promised at once to a prompt that computes so many blocks."""
+        """Return the most blocks that are promised at once to a prompt that computes this number of blocks."""
         return min(blocks, self._layout.least_promise)
 
     def _promise(self, holder: Holder) -> None:
@@ -220,7 +221,7 @@ class WindowPool(BlockPool):
             super().publish(holder, published, gap.unpublished.pop(published))
 
     def _close(self, holder: Holder) -> None:
-        """End the holder's gap: it takes no more blocks, so others may share those that it has."""
+        """End the holder's gap: it takes no more blocks, so other holders may share its blocks."""
         gap = self._gaps.pop(holder)
         self._promised -= gap.promised
         self._publish_up_to(holder, gap, gap.end)
@@ -260,14 +261,14 @@ class BlockPools:
 
     @property
     def longest_table(self) -> int | None:
-        """The blocks of the longest table that empty pools always take. A longer one may fit nobody. None: no limit."""
+        """The blocks of the longest table that empty pools always take. A longer table may never fit. None: no limit."""
         sizes = [(self._windows.get(index), pool.num_blocks) for index, pool in enumerate(self.groups)]
         longest = [count if layout is None else layout.longest_table(count) for layout, count in sizes]
         return min([count for count in longest if count is not None], default=None)
 
     @property
     def num_free(self) -> int:
-        """The blocks that hold nothing of use, in the group that has the fewest."""
+        """The blocks without useful content, in the group that has the fewest."""
         return min([pool.num_free for pool in self.groups])
 
     @property
@@ -278,7 +279,8 @@ class BlockPools:
         return min([pool.num_allocatable for pool in self.groups])
 
     def allocate(self, holder: Holder, count: int) -> BlockTables | None:
-        """Append `count` blocks of each group to the holder's tables. Return None and change nothing when a group has fewer."""
+        """Append `count` blocks of each group to the holder's tables. Return None and change nothing when a group has fewer
+        free blocks."""
         if self._only is not None:
             blocks = self._only.allocate(holder, count)
             return None if blocks is None else (blocks,)
@@ -296,8 +298,8 @@ class BlockPools:
         arriving: int = 0,
         prefill: Prefill | None = None,
     ) -> Shortage | None:
-        """Return the group that lacks the most blocks for `reserve` to succeed now and leave at least `spare` blocks of each
-        group allocatable, or so many as `spare` has for the group. None: no group lacks any."""
+        """Return the group that lacks the most blocks for `reserve` to succeed now and to leave `spare` blocks of each group
+        allocatable. `spare` is one number for all groups or a number for each. None: no group lacks blocks."""
         common = self._common(hashes, arriving)
         spares = [spare] * len(self.groups) if isinstance(spare, int) else spare
         lacking = self._lacking(count, common, self._dead(common, arriving), spares, prefill)
@@ -320,8 +322,8 @@ class BlockPools:
 
         A peer computes the first `arriving` tokens, so the holder gets no blocks that are dead after them. `prefill` says what
         is computed here: in a group with a window, the blocks of the prompt are taken later, by `fill`, and null until then.
-        Without it the holder gets them all. Return None and change nothing when a group has not enough blocks. Raises
-        `InternalBug` as `BlockPool.reserve` does.
+        Without `prefill` the holder gets all blocks at once. Return None and change nothing when a group does not have enough
+        blocks. Raises `InternalBug` as `BlockPool.reserve` does.
         """
         common = self._common(hashes, arriving)
         dead = self._dead(common, arriving)
@@ -361,7 +363,7 @@ class BlockPools:
         return all(pool.num_allocatable - count >= n for pool, n in zip(self.groups, spare, strict=True))
 
     def reach(self, holder: Holder) -> int | None:
-        """Return how many first blocks of the holder's tables can be there now in every group. None: all of them are."""
+        """Return how many of the first blocks of the holder's tables can be taken now in every group. None: all blocks."""
         found = [pool.reach(holder) for pool in self.groups if isinstance(pool, WindowPool)]
         return min([count for count in found if count is not None], default=None)
 
@@ -370,8 +372,8 @@ class BlockPools:
         return any(pool.has_gap(holder) for pool in self.groups if isinstance(pool, WindowPool))
 
     def fill(self, holder: Holder, count: int) -> BlockTables:
-        """Take the first `count` blocks of the holder's tables, as far as they were not taken yet, and return the tables.
-        `reach` bounds their number."""
+        """Take the first `count` blocks of the holder's tables that are not taken yet, and return the tables. `reach` bounds
+        `count`."""
         for pool in self.groups:
             if isinstance(pool, WindowPool):
                 pool.fill(holder, count)
@@ -389,11 +391,11 @@ class BlockPools:
             pool.publish(holder, position, block_hash)
 
     def withdraw(self, holder: Holder, first: int = 0, hashes: Sequence[BlockHash] | None = None) -> None:
-        """Remove the hashes of the holder's blocks from position `first` on in all groups, also when one group is at fault.
+        """Remove the hashes of the holder's blocks from position `first` on in all groups, also when only one group is wrong.
 
-        The groups of one token are computed from each other, so wrong content of one may have spoilt all. The holder's dead
-        blocks may be cached: `hashes` are those of all its positions. None: they are not known, and groups with a window lose
-        all hashes.
+        The groups of one token are computed from each other, so wrong content of one group may have spoilt all groups. The
+        holder's dead blocks may be cached: `hashes` are the hashes of all its positions. None: the hashes are unknown, and
+        groups with a window lose all hashes.
         """
         for pool in self.groups:
             pool.withdraw(holder, first)
@@ -444,7 +446,7 @@ class BlockPools:
             pool.end_quarantine(seq_id)
 
     def blocks_of(self, holder: Holder) -> BlockTables:
-        """Return the holder's blocks in each group, dead ones as null entries; an unknown holder has none."""
+        """Return the holder's blocks in each group, dead blocks as null entries; an unknown holder has no blocks."""
         return tuple([pool.blocks_of(holder) for pool in self.groups])
 
     def count_dead(self, computed: int) -> list[int]:

@@ -101,7 +101,8 @@ SumBlocks = Callable[[Sequence[int]], tuple[BlockSum, ...]]
 """A function that returns the checksum over all stored bytes of each of these blocks of one KV group, in order."""
 
 MAX_HISTORY: Final = 32
-"""An error message lists so many of the pool's last operations. One engine step makes fewer of them for a small batch."""
+"""The number of the pool's last operations that an error message lists. One engine step of a small batch makes fewer
+operations."""
 
 
 class BlockCounts(NamedTuple):
@@ -121,8 +122,8 @@ class BlockCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks in prompt order; dead ones are null. The first `hits` blocks hold their KV already, as far as they are not null.
-    Others share them, so nobody may write them."""
+    """Blocks in prompt order; dead blocks are null. The first `hits` blocks hold their KV already, unless they are null. Other
+    holders share them, so nobody may write them."""
 
     block_ids: tuple[BlockId, ...]
     hits: int
@@ -132,7 +133,8 @@ class BlockPool:
     """A pool with a fixed number of blocks. Each operation succeeds as a whole or changes nothing."""
 
     def __init__(self, num_blocks: int, published: PublishedKeys | None = None) -> None:
-        """`published` is told of each hash that prompts find from now on, or no longer. None: nobody is."""
+        """`published` is called with each hash that prompts can find from now on, or can no longer find. None: nothing is
+        called."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._published = published
@@ -142,7 +144,7 @@ class BlockPool:
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._holders: dict[BlockId, set[Holder]] = {}
         self._blocks_of: dict[Holder, list[BlockId]] = {}
-        self._dead: dict[Holder, int] = {}  # of each holder with null entries: their number
+        self._dead: dict[Holder, int] = {}  # for each holder with null entries: their number
         self._hits: dict[Holder, int] = {}  # of each inbound holder: how many of its first blocks are hits
         self._quarantined: dict[SeqId, list[BlockId]] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
@@ -152,7 +154,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """The number of blocks that hold nothing of use."""
+        """The number of blocks without useful content."""
         return len(self._free)
 
     @property
@@ -161,7 +163,8 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def allocate(self, holder: Holder, count: int) -> tuple[BlockId, ...] | None:
-        """Append `count` blocks to the holder's and return them. Return None and change nothing when there are fewer."""
+        """Append `count` blocks to the holder's blocks and return them. Return None and change nothing when there are fewer
+        free blocks."""
         if count > self.num_allocatable:
             return None
         self._history.append((f"allocate {count}", holder))
@@ -220,11 +223,12 @@ class BlockPool:
         return Reservation((NULL_BLOCK,) * dead + hits + fresh, known)
 
     def free_behind(self, holder: Holder, dead: int) -> bool:
-        """Drop the holder's references on its first `dead` blocks, which become null entries. Return True if there were any.
+        """Drop the holder's references on its first `dead` blocks, which become null entries. Return True if the holder had
+        such blocks.
 
         A published block without another holder becomes cached. Any other block without a holder becomes free. Raises
-        `InternalBug` when the holder is not a sequence: reads of a peer, or into this pool, may still touch the blocks of the
-        others.
+        `InternalBug` when the holder is not a sequence: reads by a peer, or reads into this pool, may still touch the blocks of
+        other holders.
         """
         blocks, before = self._require(holder), self._dead.get(holder, 0)
         if dead <= before:
@@ -275,7 +279,8 @@ class BlockPool:
                 self._unpublish(block_hash)
 
     def withdraw_hashes(self, hashes: Iterable[BlockHash]) -> None:
-        """Remove these hashes, so that nobody finds their blocks. A cached one becomes free, and holders keep theirs."""
+        """Remove these hashes, so that no prompt finds their blocks. A cached block becomes free, and holders keep their
+        blocks."""
         for block_hash in hashes:
             if (block_id := self._block_with.get(block_hash)) is None:
                 continue
@@ -384,7 +389,7 @@ class BlockPool:
             self._free.append(block_id)
 
     def blocks_of(self, holder: Holder) -> tuple[BlockId, ...]:
-        """Return the holder's blocks in prompt order, dead ones as null entries; an unknown holder has none."""
+        """Return the holder's blocks in prompt order, dead blocks as null entries; an unknown holder has no blocks."""
         return tuple(self._blocks_of.get(holder, ()))
 
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -392,8 +397,8 @@ class BlockPool:
         return tuple(self._block_with)
 
     def holdings(self) -> dict[Holder | SeqId, tuple[int, int]]:
-        """Return how many entries each holder's table has, and how many of them are hits of an inbound one. Sequences whose
-        blocks are quarantined are named by their ids."""
+        """Return how many entries each holder's table has and, for an inbound holder, how many of them are hits. Sequences
+        whose blocks are quarantined are named by their ids."""
         quarantined = dict.fromkeys(self._quarantined, (0, 0))
         return {holder: (len(blocks), self._hits.get(holder, 0)) for holder, blocks in self._blocks_of.items()} | quarantined
 

@@ -65,13 +65,13 @@ class InvalidRequest(PdserveError):
 class ContextOverflow(InvalidRequest):
     """Prompt and output together are longer than the model's context.
 
-    The first words are those of OpenAI and vLLM, and "prompt is too long" those of Anthropic: frameworks look for either of
-    them before they shorten a chat or turn to another model.
+    The message begins with the words of OpenAI and vLLM, and has Anthropic's "prompt is too long": frameworks look for either
+    text before they shorten a chat or turn to another model.
     """
 
     @classmethod
     def of_prompt(cls, size: str, max_model_len: int, *, field: str) -> ContextOverflow:
-        """Return the error of a prompt, whose `size` is told in words. One token of output needs room, too."""
+        """Return the error of a prompt. `size` gives its length in words. One token of output needs room, too."""
         name = field.partition("[")[0]
         return cls(
             f"This model's maximum context length is {max_model_len} tokens. However, your {name} resulted in {size}. "
@@ -219,14 +219,15 @@ class PoisonRequest(PdserveError):
 
 
 class WorkerIdTaken(PdserveError):
-    """Another live worker has this worker_id and keeps it. An operator must end one of the two, or give it another id."""
+    """Another live worker has this worker_id and keeps it. An operator must end one of the two workers, or give it another
+    id."""
 
     code = ErrorCode.WORKER_ID_TAKEN
 
 
 class StaleOrder(PdserveError):
     """The order was made for a state that has ended: the term of another actuator, or an earlier incarnation of a worker.
-    Whoever gave it looks at the present state and decides anew."""
+    The sender of the order reads the present state and decides anew."""
 
     code = ErrorCode.STALE_ORDER
 

@@ -1,4 +1,4 @@
-"""Identifiers. Each kind has its own type, so that the type check finds two that are mixed up."""
+"""Identifiers. Each kind has its own type, so that the type checker finds mixed-up identifiers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Incarnation = NewType("Incarnation", int)
 """A random unsigned 64-bit number that names one life of a process: the time from its start, or from a role flip, to its end or
 the next flip. Messages of an earlier life carry another number and are refused."""
 Handle = NewType("Handle", int)
-"""A number that names one (request, attempt, bind) on one link. A router incarnation never uses one twice."""
+"""A number that names one (request, attempt, bind) on one link. A router incarnation never uses a handle twice."""
 SeqId = NewType("SeqId", int)
-"""A number that names one sequence in one engine. An engine never uses one twice."""
+"""A number that names one sequence in one engine. An engine never uses a number twice."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

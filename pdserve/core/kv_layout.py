@@ -71,9 +71,9 @@ class KvGroup:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The planes as (heads, dim), where neighbours of one dim count as one.
+        """The planes as (heads, dim), where neighbouring planes of equal dim are joined.
 
-        K and V of a usual model are one part of twice the heads, so a computation takes a layer of a block as one tensor.
+        K and V of a usual model are joined into twice the heads, so a computation takes a layer of a block as one tensor.
         """
         runs = groupby(self.planes, key=lambda plane: plane[1])
         return tuple((sum(heads for heads, _ in run), dim) for dim, run in runs)
@@ -138,10 +138,11 @@ class KvGroup:
     def most_held(self, first: int, end: int, chunk: int) -> int:
         """Return the most blocks that a sequence holds at once while it computes the blocks [first, end) of its table.
 
-        A step computes at most `chunk` tokens, and what is dead after it is freed then. Blocks before `first` do not count. In
-        a long table the result is the window, a chunk, and a block because neither begins at a block's begin. It is exact: a
-        step from `start` on holds the blocks from `first_live(start)` to its end, so the most are held by the first step that
-        ends with the table, or by the last one before it that begins just before a block dies.
+        A step computes at most `chunk` tokens, and the blocks that are dead after the step are freed. Blocks before `first` do
+        not count. In a long table the result is the window, a chunk, and one block more because neither begins at a block's
+        first token. It is exact: a step from `start` on holds the blocks from `first_live(start)` to its end, so the most
+        blocks are held by the first step that ends with the table, or by the last step before it that begins just before a
+        block dies.
         """
         if self.window is None or first >= end:
             return max(0, end - first)
@@ -153,15 +154,15 @@ class KvGroup:
 
     @property
     def least_promise(self) -> int:
-        """The most blocks of a long table that a sequence holds at once when each step computes a block, and the last one a
-        further block to grow into. With so many blocks of its own, a prompt always goes on."""
+        """The most blocks of a long table that a sequence holds at once when each step computes one block, and the last step
+        holds one more block to grow into. With this number of promised blocks, a prompt always goes on."""
         assert self.window is not None
         return ceil_div(self.window + self.block_size - 1, self.block_size) + 1
 
     @property
     def least_pool(self) -> int:
-        """The blocks of the smallest pool that takes tables of any length while it is empty: those that a prompt has found,
-        those that it computes, and those that its lease keeps."""
+        """The blocks of the smallest pool that takes tables of any length while it is empty: the blocks that a prompt has
+        found, the blocks that it computes, and the blocks that its lease keeps."""
         assert self.window is not None
         found = ceil_div(self.window - 1, self.block_size)
         kept = ceil_div(self.window + self.block_size - 2, self.block_size)
@@ -172,8 +173,8 @@ class KvGroup:
         return None if self.window is not None and num_blocks >= self.least_pool else num_blocks
 
     def most_useful(self, sequences: int, step_tokens: int) -> int | None:
-        """Return the blocks that so many sequences can use at once while a step computes at most `step_tokens` tokens. All
-        share the step, and each has its own promise. None: there is no limit."""
+        """Return the most blocks that this number of sequences can use at once while a step computes at most `step_tokens`
+        tokens. All share the step, and each has its own promised blocks. None: there is no limit."""
         if self.window is None:
             return None
         return max(self.least_pool, sequences * self.least_promise + ceil_div(step_tokens, self.block_size))
@@ -230,7 +231,8 @@ class KvSpec:
         return any(group.quantised for group in self.groups)
 
     def holds_the_same_as(self, other: KvSpec) -> bool:
-        """Tell whether each group holds the same as the other's group at the same place. Only dtypes may differ."""
+        """Tell whether each group holds the same content as the other layout's group at the same place. Only dtypes may
+        differ."""
         same = (ours.holds_the_same_as(theirs) for ours, theirs in zip(self.groups, other.groups, strict=False))
         return len(self.groups) == len(other.groups) and all(same)
 
@@ -239,10 +241,10 @@ class KvSpec:
         return ceil_div(tokens, self.block_size)
 
     def split(self, memory_bytes: int, most: Sequence[int | None] = ()) -> tuple[int, ...]:
-        """Return the number of blocks of each group in `memory_bytes`: as many in all groups, but nowhere more than `most`.
+        """Return the number of blocks of each group in `memory_bytes`: equally many in all groups, but no more than `most`.
 
-        Groups without a limit get the memory that groups with a limit leave. If all groups have a limit, no limit counts,
-        because nobody could use the rest.
+        Groups without a limit get the memory that groups with a limit leave. If all groups have a limit, the limits are
+        ignored, because no group could use the rest of the memory.
         """
         limits = most if any(limit is None for limit in most) else (None,) * len(self.groups)
 
@@ -257,9 +259,10 @@ class KvSpec:
         return tuple(sizes(low))
 
     def pool_tokens(self, num_blocks: Sequence[int]) -> int:
-        """Return the tokens that pools of these sizes hold. The group that binds is the smallest one that keeps all tokens.
+        """Return the tokens that pools of these sizes hold. The smallest group that keeps all tokens sets the number.
 
-        A group whose pool has room for its window never binds, unless all groups are like that: then the smallest one counts.
+        A group whose pool has room for its window sets no limit, unless all groups are of this sort: then the smallest group
+        counts.
         """
         longest = self.longest_tokens(num_blocks)
         return min(num_blocks) * self.block_size if longest is None else longest
@@ -272,8 +275,8 @@ class KvSpec:
         return None if longest is None else longest * self.block_size
 
     def held_tokens(self, num_blocks: Sequence[int]) -> int:
-        """Return the tokens whose blocks a sequence of any length holds at most once it decodes, in the group that needs the
-        most. 0: there is no such bound, because a group keeps all tokens or has too small a pool for its window."""
+        """Return the most tokens whose blocks a decoding sequence of any length holds, in the group that needs the most. 0:
+        there is no such bound, because a group keeps all tokens or its pool is too small for its window."""
         if self.longest_tokens(num_blocks) is not None:
             return 0
         return max(group.least_promise for group in self.groups) * self.block_size
@@ -281,13 +284,15 @@ class KvSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A KV group whose pool has no room for a sequence. Where several have none, it is the one that lacks the most blocks."""
+    """A KV group whose pool has no room for a sequence. Among several such groups, it is the group that lacks the most
+    blocks."""
 
     group: int
     blocks_needed: int
-    """So many free blocks would do: those for the sequence, and those for which others wait already."""
+    """The number of free blocks that would be enough: the blocks for the sequence, and the blocks for which other sequences
+    wait already."""
     blocks_free: int
-    """The blocks that can be allocated there and are promised to nobody."""
+    """The blocks that can be allocated there and are not promised."""
     window: int = 0
     """The tokens of the group's sliding window. 0: it keeps all tokens."""
 

@@ -6,7 +6,7 @@ lease was still held after the last read had finished. The machine is pure: time
 monotonic clock, so a wrong time to live costs a recompute and never a wrong token.
 
 If checksums are on, OK also says that the reader's checksums equal the ones that prefill took when each block was final. A
-reader proves with each call that it has the ticket of this lease. Without the proof it is told GONE, and nothing changes.
+reader proves with each call that it has the ticket of this lease. Without the proof it gets GONE, and nothing changes.
 
 The table never frees a block. `take_returned` hands out each lease that has left HELD once, and the owner of the blocks
 then drops the lease's references.
@@ -41,7 +41,7 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
-    """The events of one lease. What a caller sends is one event: `Lease.unproven` and `Lease.commit_event` say which one."""
+    """The events of one lease. Each call is one event: `Lease.unproven` and `Lease.commit_event` say which event it is."""
 
     UNPROVEN = "unproven"
     """A call whose caller did not prove that it has the ticket of this lease."""
@@ -58,7 +58,7 @@ class LeaseEvent(Enum):
     COMMIT_AGAIN = "commit_again"
     """A Commit by the reader that has committed the lease. Its first answer may have been lost."""
     COMMIT_BY_OTHER = "commit_by_other"
-    """A Commit by any other reader than the one that has committed the lease."""
+    """A Commit by another reader than the reader that has committed the lease."""
     RELEASE = "release"
     EXPIRE = "expire"
 
@@ -98,8 +98,8 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], tuple[LeaseState, CommitA
 """The next state, and the answer to the caller. Every call for a lease that the table does not know is answered GONE."""
 
 MAX_TOMBSTONES: Final = 4096
-"""The table keeps so many ended leases, so that a repeated Commit gets the same answer. A Commit of an older lease gets GONE,
-which is safe and only slower."""
+"""The number of ended leases that the table keeps, so that a repeated Commit gets the same answer. A Commit of an older lease
+gets GONE, which is safe and only slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Lease:
     prompt_len: int
     expires_s: float
     sums: tuple[tuple[BlockSum, ...], ...] | None = None
-    """Checksums of the first blocks of each KV group, as many as are final and summed. None: checksums are off."""
+    """Checksums of the leading blocks of each KV group that are final and summed. None: checksums are off."""
     proof: bytes | None = None
     """The proof that a reader must show with each call. None: the ticket is not written yet, so no reader has it."""
     state: LeaseState = LeaseState.HELD
@@ -218,8 +218,8 @@ class LeaseTable:
     ) -> LeaseId:
         """Add a lease over blocks on which the caller has already taken the lease's references. Return its new id.
 
-        `block_tables` has the blocks of each KV group, null for those that no reader needs. `sums` has the checksums that the
-        first blocks of each have already. None: this lease's KV is not checked.
+        `block_tables` has the blocks of each KV group; blocks that no reader needs are null. `sums` has the checksums that the
+        first blocks of each group have already. None: this lease's KV is not checked.
         """
         assert block_tables
         assert block_tables[0]
@@ -278,10 +278,10 @@ class LeaseTable:
 
     def seal(self, lease_id: LeaseId, first: int, sums: GroupSums, *, now_s: float) -> None:
         """Store the checksums of the lease's blocks from `first` on in each group. These blocks are final. A null entry has
-        `NULL_SUM`, whatever the sum of the block was that has died.
+        `NULL_SUM`, not the checksum of the block that has died.
 
-        Do nothing when the lease has ended. Raises `InternalBug` when checksums are off, when these do not follow the last
-        ones, or when the groups do not have equally many.
+        Do nothing when the lease has ended. Raises `InternalBug` when checksums are off, when these checksums do not follow the
+        last ones, or when the groups do not have equally many.
         """
         self._expire(now_s)
         lease = self._ask(lease_id, LeaseEvent.SEAL)
@@ -334,12 +334,12 @@ class LeaseTable:
         return answer
 
     def release(self, lease_id: LeaseId, proof: bytes | None = None, *, now_s: float) -> None:
-        """End a lease that nobody will read any more. Do nothing for a lease that has ended or is unknown."""
+        """End a lease that no reader will read any more. Do nothing for a lease that has ended or is unknown."""
         self._expire(now_s)
         self._ask(lease_id, LeaseEvent.RELEASE, proof)
 
     def release_all_over(self, blocks: Sequence[tuple[int, BlockId]], *, now_s: float) -> None:
-        """End every lease that covers one of these blocks, because their content is not what was computed.
+        """End every lease that covers one of these blocks, because their content differs from the computed KV.
 
         A block is named by the index of its group and its id.
         """

@@ -113,7 +113,8 @@ def limits_of(kind: type[Any]) -> Mapping[str, tuple[Limit, ...]]:
 
 
 def limit_of(kind: type[Any], name: str, sort: type[One]) -> One:
-    """Return the limit of type `sort` that a field of the dataclass has. Raises StopIteration when it has none."""
+    """Return the limit of type `sort` that a field of the dataclass has. Raises StopIteration when the field has no such
+    limit."""
     return next(limit for limit in limits_of(kind)[name] if isinstance(limit, sort))
 
 
@@ -174,8 +175,8 @@ def check_types(kind: type[Any], values: Mapping[str, Any], what: str) -> None:
 
 
 def check_limits(kind: type[Any], values: Mapping[str, Any]) -> None:
-    """Check the values of a dataclass's fields, which `values` holds by name. Fields that it lacks are not checked. Raises
-    `InvalidRequest`, which names the field and the limit."""
+    """Check the values of a dataclass's fields, which `values` holds by name. Fields without a value there are not checked.
+    Raises `InvalidRequest`, which names the field and the limit."""
     for name, limits in limits_of(kind).items():
         value = values.get(name)
         if value is not None:

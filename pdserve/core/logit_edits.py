@@ -26,8 +26,8 @@ class LogitEdits:
         self.bias_ids = array("i", (token_id for token_id, _ in params.logit_bias))
         self.bias = array("f", (bias for _, bias in params.logit_bias))
         self.seen_ids = array("i")
-        """The ids that the penalties change, each once, in order of appearance. They include those of the prompt only if there
-        is a repetition penalty."""
+        """The ids that the penalties change, each once, in order of appearance. They include the ids of the prompt only if
+        there is a repetition penalty."""
         self.output_counts = array("i")
         """The number of times that seen_ids[i] is in the output."""
         self._place: dict[int, int] = {}

@@ -22,7 +22,7 @@ class TokenLogprobs:
     penalties, bias and filters.
 
     `top` has (id, log-probability) of the most likely tokens, most likely first; the lower id comes first among equals. The
-    drawn token is not added to them.
+    drawn token is not added to `top`.
     """
 
     logprob: float

@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvGroup, KvSpec
 
 MOST_EXPERTS: Final = 2**16
-"""The most experts of all layers together. DeepSeek-V3 has 14,848, and each one has names, shapes and counts."""
+"""The most experts of all layers together. DeepSeek-V3 has 14,848, and each expert has names, shapes and counts."""
 Activation = Literal["silu", "gelu_tanh"]
 """The function of the gate. gelu_tanh is GELU approximated by a tangent hyperbolic."""
 
@@ -82,11 +82,12 @@ class NormSpec:
 class AttentionSpec:
     """Causal attention in which `heads` query heads share `kv_heads` heads of keys and values.
 
-    One KV head for each query head is MHA, one for all is MQA, and what is between them GQA. Its KV is a plane of keys and a
-    plane of values. qk_dim, v_dim: numbers of a head of queries and keys, and of a head of values. window: positions that a
-    token sees, its own included; None means all. bias, out_bias: the projections to queries, keys and values, and the one of
-    the result, add a bias. qk_norm: the norm of each head of queries and keys before it is rotated. softcap: bound c of the
-    scores s, which become c * tanh(s / c); None means no bound. scale: factor of the scores; None means 1 / sqrt(qk_dim).
+    One KV head for each query head is MHA, one KV head for all is MQA, and a number in between is GQA. Its KV is a plane of
+    keys and a plane of values. qk_dim, v_dim: numbers of a head of queries and keys, and of a head of values. window: positions
+    that a token sees, its own included; None means all. bias, out_bias: the projections to queries, keys and values, and the
+    projection of the result, add a bias. qk_norm: the norm of each head of queries and keys before it is rotated. softcap:
+    bound c of the scores s, which become c * tanh(s / c); None means no bound. scale: factor of the scores; None means 1 /
+    sqrt(qk_dim).
     """
 
     heads: int
@@ -147,10 +148,10 @@ class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, section 2.1). A token stores one normed latent vector and one rotated key.
 
     All heads share them: the absorbed form multiplies the expansion of the latent vector into queries and results, so that
-    attention is that of one KV head of kv_rank + rope_dim numbers, whose first kv_rank numbers are the value as well.
-    q_rank: numbers of the queries' own latent vector; None means that queries are projected in one product. nope_dim,
-    rope_dim: numbers of a head that are not rotated, and that are. norm: that of both latent vectors. scale: factor of the
-    scores; None means 1 / sqrt(nope_dim + rope_dim).
+    attention has a single KV head of kv_rank + rope_dim numbers, whose first kv_rank numbers are the value as well. q_rank:
+    numbers of the queries' own latent vector; None means that queries are projected in one product. nope_dim, rope_dim: numbers
+    of a head that are not rotated, and that are rotated. norm: the norm of both latent vectors. scale: factor of the scores;
+    None means 1 / sqrt(nope_dim + rope_dim).
     """
 
     heads: int
@@ -350,7 +351,7 @@ class ModelSpec:
     def kv_spec(self, block_size: int, dtype: str) -> KvSpec:
         """Return the layout of the model's KV in blocks of `block_size` tokens, stored in `dtype` of `DTYPE_BITS`.
 
-        Raises `ConfigError` when the model has too many groups, or when a block of one is not a whole number of words.
+        Raises `ConfigError` when the model has too many groups, or when a block of a group is not a whole number of words.
         """
         groups = []
         for layers in self.kv_groups:

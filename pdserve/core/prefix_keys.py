@@ -16,13 +16,14 @@ PrefixKey = NewType("PrefixKey", int)
 
 KEY_BYTES: Final = 8
 MAX_DELTA_KEYS: Final = 1 << 16
-"""A delta has at most so many keys, added and removed ones together. The log of a worker drops changes beyond this number, and
-a link that has missed some gets all keys, a part in each delta."""
+"""The most keys of a delta, added and removed keys together. The log of a worker drops changes beyond this number, and a link
+that has missed changes gets all keys, a part in each delta."""
 MAX_TOLD: Final = 8192
-"""A delta that begins anew has at most so many keys, and the rest follows: the router takes 3 ms for each delta, or 13 ms on a
-slow machine, and hears others in between."""
+"""The most keys of a delta that begins anew; the other keys follow. The router takes 3 ms for each delta, or 13 ms on a slow
+machine, and takes messages of other workers in between."""
 TOLD_AT_ONCE: Final = 512
-"""A worker tells so many keys without being asked. 1,000 workers of a router that has started anew then take it 0.8 s."""
+"""The number of keys that a worker reports without being asked. For a router that has started anew, the reports of 1,000
+workers then take 0.8 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class PrefixDelta:
 
 @dataclass(frozen=True, slots=True)
 class KeyChanges:
-    """The changes of the set of keys that a pool holds, since they were taken last. `digest` is that of the set now."""
+    """The changes of the set of keys that a pool holds, since they were taken last. `digest` is the digest of the present
+    set."""
 
     added: tuple[int, ...]
     removed: tuple[int, ...]
@@ -53,7 +55,7 @@ class KeyChanges:
 class PublishedKeys:
     """The keys of the blocks that every KV group publishes, and what has changed among them.
 
-    The pools of all groups tell it of each hash. A key that came and went between two calls of `take` is no change.
+    The pools of all groups report each hash to it. A key that came and went between two calls of `take` is no change.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -87,7 +89,7 @@ class PublishedKeys:
         return KeyChanges(added, tuple([key for key, held in changed.items() if not held]), self._digest)
 
     def held(self) -> frozenset[int]:
-        """Return all keys. This walks over all of them."""
+        """Return all keys. The cost grows with their number."""
         return frozenset([key for key, count in self._groups_with.items() if count >= self._num_groups])
 
     def _change(self, key: int, *, held: bool) -> None:

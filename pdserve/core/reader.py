@@ -27,8 +27,8 @@ from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockSum, LeaseId
 
 MAX_READS_IN_FLIGHT: Final = 2
-"""One bind has at most two reads in flight: one that moves bytes, and one behind it. Blocks that become final meanwhile go
-together into the next read."""
+"""One bind has at most two reads in flight: one read moves bytes, and one read waits behind it. Blocks that become final in
+this time go together into the next read."""
 
 
 class ReaderState(Enum):
@@ -164,8 +164,8 @@ class Reader:
         return self.state in TERMINAL
 
     def advanced(self, lease_id: LeaseId, watermark: int) -> list[Effect]:
-        """Take a new watermark: prompt tokens [0, watermark) are final. Ignore one that is older, is of another lease, or
-        passes the end of the prompt."""
+        """Take a new watermark: prompt tokens [0, watermark) are final. Ignore a watermark that is older, is of another lease,
+        or passes the end of the prompt."""
         if lease_id != self.lease_id or not self.watermark <= watermark <= self.prompt_len:
             return []
         self._move(_E.ADVANCED)
@@ -205,7 +205,7 @@ class Reader:
         return [] if self.state is _S.COMMITTING else self._abandon(_E.LEASE_GONE)
 
     def abort(self) -> list[Effect]:
-        """Abandon the bind, unless it is committed: nobody waits for it any more."""
+        """Abandon the bind, unless it is committed: its KV is no longer needed."""
         return self._abandon(_E.ABORT)
 
     def check_invariants(self) -> None:

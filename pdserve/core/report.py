@@ -48,7 +48,7 @@ class Report(msgspec.Struct, frozen=True):
     slo_class: str = ""
     ttft_met: bool | None = None
     tpot_met: bool | None = None
-    cached_tokens: int | None = None  # None: nobody has told
+    cached_tokens: int | None = None  # None: no worker has reported it
 
     def values(self) -> dict[str, Any]:
         """Return the fields by name. `dataclasses.asdict` would copy deeply, which takes 30 us once or twice a request."""

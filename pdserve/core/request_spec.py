@@ -16,7 +16,7 @@ class RequestSpec:
     """The work that a client asks for.
 
     Every attempt of a request gets the same value. The output of earlier attempts is no part of it: it belongs to the attempt.
-    The limits are those of clients, and admission checks them. The router's own probes go before all clients.
+    The limits hold for clients, and admission checks them. The router's own probes go before all clients.
     """
 
     prompt_ids: tuple[int, ...]
@@ -32,8 +32,8 @@ class RequestSpec:
     client: int = 0
     """A number for the client's connection, by which workers let prompts of several clients take turns. 0: it is not known."""
     constraint: Constraint | None = None
-    """What the text of the output must be. None: any text. Raises `InvalidRequest` for a least length beside it, which could
-    forbid the end that the constraint wants."""
+    """What the text of the output must be. None: any text. Raises `InvalidRequest` for a least length together with a
+    constraint, because it could forbid the end that the constraint needs."""
 
     def __post_init__(self) -> None:
         if self.constraint is not None and self.sampling.min_tokens:

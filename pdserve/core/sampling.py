@@ -19,7 +19,7 @@ GREEDY_BELOW: Final = 1e-5
 logits over 3e38 times the temperature overflow."""
 LEAST_REAL = 1e-6
 """The smallest top_p, and the smallest min_p other than 0, since less may round to 0 in float32. A smaller top_p counts as this
-one, which leaves the likeliest token alone, and a smaller min_p as 0."""
+value, which leaves only the likeliest token, and a smaller min_p counts as 0."""
 LEAST_REPETITION_PENALTY = 0.01
 """Logits are divided by the penalty. A model's logits are far under 1e6, so the results stay far from overflow in float32."""
 
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
-    """The model stopped after calls of tools. Only the router's front ends know it: to all others this is `STOP`."""
+    """The model stopped after calls of tools. Only the router's front ends know this reason: all other parts see `STOP`."""
 
 
 FINISH_BY_NUMBER: Final = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.TOOL_CALLS}
@@ -64,11 +64,11 @@ class SamplingParams:
     `max_tokens` is the number of output tokens, counted from the original prompt.
 
     Order: `logit_bias` is added first. Then the penalties follow, as in vLLM (`apply_penalties` of its layers/utils.py):
-    `repetition_penalty` divides the positive logits, and multiplies the other ones, of ids in the prompt or the output. The
+    `repetition_penalty` divides the positive logits, and multiplies the other logits, of ids in the prompt or the output. The
     logits of ids in the output lose `frequency_penalty` for each occurrence, and `presence_penalty` once (as OpenAI's).
-    Temperature, top-k, top-p and min-p come last.
-    `logprobs` is the number of likeliest tokens that are returned beside each drawn token. Log-probabilities are those of the
-    model's logits before any of these changes (vLLM's `raw_logprobs`). None: no log-probabilities are returned.
+    Temperature, top-k, top-p and min-p come last. `logprobs` is the number of likeliest tokens that are returned beside each
+    drawn token. Log-probabilities come from the model's logits before any of these changes (vLLM's `raw_logprobs`). None: no
+    log-probabilities are returned.
     """
 
     max_tokens: int = limited(16, IntRange(1, 1 << 31), means="The most tokens of output. Left out: as many as fit.")

@@ -1,7 +1,7 @@
-"""Service classes: what each class of requests may expect, and how it stands beside the others. Pure.
+"""Service classes: the targets of each class of requests, and its priority among the classes. Pure.
 
 A class has a target for TTFT, a target for TPOT, or both. A request that names no class belongs to the default class, which is
-`DEFAULT_CLASS` unless a setting names another one.
+`DEFAULT_CLASS` unless a setting names another class.
 
 This file does without `from __future__ import annotations`: the checks read the types, which that import turns into text.
 """
@@ -22,7 +22,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  #
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """One class of requests. A target of None is none: no wait and no gap misses it."""
+    """One class of requests. None means that there is no target: no wait and no gap misses it."""
 
     name: str
     ttft_s: float | None = None
@@ -31,19 +31,19 @@ class SloClass:
     """The later tokens should come so far apart on average."""
     priority: int = 0
     """Admission adds it to the priority of each request of the class, so that workers see it as well. The sum stays within the
-    limits of clients. A class of higher priority may shed those below it."""
+    limits of clients. A class of higher priority may shed requests of lower classes."""
     queue_share: float = 1.0
     """The requests of the class may fill this share of the queue."""
     urgent: bool = False
-    """The requests of the class go before others by as much as its target for TTFT is shorter. No built-in class does: clients
-    may name it."""
+    """The requests of the class go before others by the difference of their targets for TTFT. No built-in class is urgent,
+    since any client may name a built-in class."""
     client: bool = True
     """Clients may name the class. Otherwise only requests that name none belong to it, where it is the default class."""
     max_deadline_s: float | None = None
-    """A request of the class may ask for a deadline of at most so many seconds. None: the router's limit alone bounds it."""
+    """The longest deadline, in seconds, that a request of the class may ask for. None: only the router's limit bounds it."""
 
     def ttft_met(self, ttft_s: float) -> bool | None:
-        """Tell whether a first token after so long meets the target. None: there is no target."""
+        """Tell whether a first token after this time meets the target. None: there is no target."""
         return None if self.ttft_s is None else ttft_s <= self.ttft_s
 
     def tpot_met(self, tpot_s: float) -> bool | None:
@@ -71,7 +71,7 @@ _TargetS = Annotated[float, Meta(gt=0, le=86_400)]  # a day: who needs no target
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The settings of a class, with the values that each one takes."""
+    """The settings of a class, with the values that each setting takes."""
 
     ttft_s: _TargetS | None
     tpot_s: _TargetS | None
@@ -126,7 +126,7 @@ class ClassDemand:
     slow_by_transfer: int = 0
     """Requests that missed the target for TPOT, by what made them slow: the transfer of KV after the first token."""
     slow_by_first_decode: int = 0
-    """The rest of the time between the first token and the first decoded one."""
+    """The rest of the time between the first token and the first decoded token."""
     slow_by_steps: int = 0
     """The steps after it, which would have been too slow alone, and moves to another worker."""
     slow_by_failure: int = 0
@@ -134,7 +134,7 @@ class ClassDemand:
     refused: int = 0
     """The requests that were refused at once because of the load."""
     first_gap_s: float = 0.0
-    """The sum of the times between the first token and the first decoded one."""
+    """The sum of the times between the first token and the first decoded token."""
     first_gaps: int = 0
     """The requests that had both."""
 

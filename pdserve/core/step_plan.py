@@ -1,6 +1,7 @@
 """The plan of one step, which the scheduler gives to the model, and the drawn tokens that come back. Immutable.
 
-The types are named tuples, since a step makes some for each of its sequences: one costs a quarter of a frozen dataclass.
+The types are named tuples, since a step makes some for each of its sequences: a named tuple costs a quarter of a frozen
+dataclass.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class SampleSpec(NamedTuple):
     edits: LogitEdits | None = None
     """The sequence's own edits, which grow once this step is collected. None unless `params.edits_logits`."""
     grammar: GrammarState | None = None
-    """The sequence's place in its grammar, which says which ids may be drawn. It goes on once this step is collected. None: any
-    id may be drawn."""
+    """The sequence's place in its grammar, which says which ids may be drawn. It advances once this step is collected. None:
+    any id may be drawn."""
     scored: int | None = None
     """The id of the prompt token that follows the row. It is taken, with its log-probabilities, and nothing is drawn. None: a
     token is drawn."""
@@ -40,7 +41,7 @@ GREEDY: Final = SampleSpec(SamplingParams(temperature=0.0), 0)
 """The spec of every row that is plainly greedy and bans nothing. Such a draw depends on neither parameters nor index, and one
 shared object stays in the CPU's caches, where the objects of 256 sequences do not."""
 ONE_GREEDY: Final = (GREEDY,)
-"""The samples of every slice that draws one such token. All these slices share one tuple for the same reason."""
+"""The samples of every slice that draws one plainly greedy token. All these slices share one tuple for the same reason."""
 
 
 class SequenceSlice(NamedTuple):
@@ -58,8 +59,8 @@ class SequenceSlice(NamedTuple):
     """A block table for each KV group of the model."""
     samples: tuple[SampleSpec, ...]
     """The draws after the last `len(samples)` tokens of the slice, in their order. Empty: the slice is a chunk that does not
-    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token. A slice of a
-    prompt whose tokens are scored has one for each token."""
+    end its prompt. One: the slice ends with the last known token. More: drafts follow the last known token. A slice of a prompt
+    whose tokens are scored has one draw for each token."""
     packed: tuple[bytes, ...] = ()
     """The block tables as int32, if the sequence keeps them in that form too; else empty."""
 
@@ -111,7 +112,7 @@ def accept(drafts: tuple[int, ...], drawn: Sequence[Sampled]) -> Sequence[Sample
 
     drafts: the guesses that a slice computed after its last known token. drawn: len(drafts) + 1 tokens, one for the last known
     token and one for each draft. drawn[i] is the true token after the known tokens only if all drafts before it were right.
-    Each row is drawn with its own index, so these tokens are those that steps of one token draw.
+    Each row is drawn with its own index, so steps of one token would draw the same tokens.
     """
     for count, (draft, (token_id, _)) in enumerate(zip(drafts, drawn, strict=False), start=1):
         if token_id != draft:

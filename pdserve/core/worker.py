@@ -1,5 +1,5 @@
-"""The state of a worker: the fixed part, with which it introduces itself, and the present part, which each heartbeat tells. The
-router, metrics and operators use the same types.
+"""The state of a worker: the fixed part, with which it introduces itself, and the present part, which each heartbeat reports.
+The router, metrics and operators use the same types.
 
 A new field is named here and in `proto/`; then only its source and its user change.
 """
@@ -56,8 +56,8 @@ SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], 
     ("skip_special_tokens", TEXT_LINK_VERSION, lambda spec: not spec.sampling.skip_special_tokens),
     ("prompt_logprobs", TEXT_LINK_VERSION, lambda spec: spec.sampling.prompt_logprobs is not None),
 )
-"""The fields of a request that a worker of an older link version would ignore: name, the version that has it, and the test
-that a request uses it. Such a request is never sent to such a worker."""
+"""The fields of a request that a worker of an older link version would ignore. Each has its name, the first version that knows
+it, and a function that tells whether a request uses it. Such a request is never sent to such a worker."""
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""
@@ -95,18 +95,18 @@ class WorkerHello:
     """The reason why the worker cannot take the other role. Empty: nothing prevents it."""
     oldest_link_version: int = 0
     link_version: int = 0
-    """The newest version of the link's protocol that the worker speaks. It speaks all from the oldest one on."""
+    """The newest version of the link's protocol that the worker speaks. It speaks all versions from the oldest one on."""
     oldest_peer_version: int = 0
     peer_version: int = 0
-    """The newest version of the protocol between workers that it speaks. It speaks all from the oldest one on."""
+    """The newest version of the protocol between workers that it speaks. It speaks all versions from the oldest one on."""
     peak_flops_per_s: float = 0.0
     peak_bytes_per_s: float = 0.0
     """The bytes that the worker's device can read from its memory in a second. 0: unknown, as for the operations above."""
     held_tokens: int = 0
-    """The most tokens whose KV a request holds once it decodes, however long it is: all layers have sliding windows. 0: it
-    holds that of all its tokens."""
+    """The most tokens whose KV a decoding request of any length holds, because all layers have sliding windows. 0: a request
+    holds the KV of all its tokens."""
     model_digest: str = ""
-    """The name of the model with every byte of its weights. Empty: the worker is of a release that does not compute it."""
+    """The name of the model with every byte of its weights. Empty: the worker's release does not compute the name."""
 
     @property
     def kv_tokens(self) -> int:
@@ -124,18 +124,20 @@ class WorkerHello:
         return VersionRange(self.oldest_peer_version, self.peer_version)
 
     def slots(self, load: WorkerLoad) -> int:
-        """Return how many sequences may run on the worker now. An operator may have lowered it below what it began with."""
+        """Return how many sequences may run on the worker now. An operator may have lowered the number since the worker's
+        start."""
         return min(load.max_num_seqs or self.max_num_seqs, self.max_num_seqs)
 
     def may_pair(self, other: WorkerHello) -> bool:
         """Tell whether KV may go between the two workers: they speak a common version of the protocol between workers, and
-        their weights have one digest. Weights of unknown digest may be any weights, so they pair only with their like."""
+        their weights have one digest. Weights of unknown digest may be any weights, so such workers pair only with each
+        other."""
         common = self.oldest_peer_version <= other.peer_version and other.oldest_peer_version <= self.peer_version
         return common and self.model_digest == other.model_digest
 
     @property
     def pairing(self) -> tuple[VersionRange, str]:
-        """The facts by which `may_pair` decides: workers with equal ones have the same partners."""
+        """The facts by which `may_pair` decides: workers with equal facts have the same partners."""
         return self.peer_versions, self.model_digest
 
 
@@ -159,24 +161,24 @@ class WorkerLoad:
     kv_corrupt_blocks: int = 0
     kv_rotted_blocks: int = 0
     prompt_tokens_per_s: float = 0.0
-    """The prompt tokens that the engine computes in a second of steps that compute prompts, of late. 0: too few to tell."""
+    """The prompt tokens that the engine computed in a second of its recent prompt steps. 0: there were too few steps."""
     decode_step_s: float = 0.0
-    """The time of a step that computes no prompt, of late. 0: there was none."""
+    """The time of a recent step that computed no prompt. 0: there was no such step."""
     max_num_batched_tokens: int = 0
-    """A step has at most so many tokens. An operator may change it while the worker runs. 0: the worker does not say."""
+    """The most tokens of a step. An operator may change this number while the worker runs. 0: the worker does not report it."""
     max_num_seqs: int = 0
-    """At most so many sequences run, likewise; just after it was lowered, more of them may. 0: the worker does not say."""
+    """The most sequences that run. An operator may change it too; just after it was lowered, more may run. 0: not reported."""
     computed_prompt_tokens: int = 0
     """The prompt tokens that the engine has computed since the start of the incarnation. The counts below begin there too."""
     output_tokens: int = 0
     prompt_busy_s: float = 0.0
     """The time of all steps that computed prompts."""
     prompt_steps: int = 0
-    """The number of those steps. 0 with a time of them: the worker does not count them."""
+    """The number of steps that computed prompts. 0 although their time is above 0: the worker does not count them."""
     decode_busy_s: float = 0.0
     """The time of all other steps."""
     decode_steps: int = 0
-    """The number of all other steps. 0 with a time of them: the worker does not count them."""
+    """The number of all other steps. 0 although their time is above 0: the worker does not count them."""
     prompt_flops: float = 0.0
     """The floating-point operations of the steps that computed prompts."""
     decode_read_bytes: float = 0.0
@@ -188,16 +190,17 @@ class WorkerLoad:
 
 
 def newest_field(spec: RequestSpec) -> tuple[str, int]:
-    """Return the field of the request that needs the newest link version, and this version. Empty and 0: any worker knows all
-    of its fields."""
+    """Return the field of the request that needs the newest link version, and this version. Empty and 0: every worker knows all
+    fields of the request."""
     used = [(name, version) for name, version, uses in SPEC_LINK_VERSIONS if uses(spec)]
     return max(used, key=lambda one: one[1], default=("", 0))
 
 
 def check_budget(hello: WorkerHello, max_num_batched_tokens: int, max_num_seqs: int = 0) -> None:
-    """Raise `InvalidRequest` unless the worker may have these limits. 0: the limit stays as it is, but not both of them.
+    """Raise `InvalidRequest` unless the worker may have these limits. 0: the limit stays as it is; only one of them may be 0.
 
-    It has no memory for more sequences than at its start. A link older than `SEQS_LINK_VERSION` would ignore their number.
+    The worker has no memory for more sequences than at its start. A link older than `SEQS_LINK_VERSION` would ignore the number
+    of sequences.
     """
     if max_num_batched_tokens or not max_num_seqs:
         check_step_tokens(hello, max_num_batched_tokens)
@@ -212,10 +215,10 @@ def check_budget(hello: WorkerHello, max_num_batched_tokens: int, max_num_seqs: 
 
 
 def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
-    """Raise `InvalidRequest` unless the worker's steps may have at most so many tokens.
+    """Raise `InvalidRequest` unless the worker's steps may have this limit of tokens.
 
-    A step needs a block's tokens so that prompts go on, and a token for each other sequence that may run. It has no memory for
-    more tokens than at the worker's start.
+    A step needs a block's tokens so that prompts go on, and a token for each other sequence that may run. The worker has no
+    memory for more tokens than at its start.
     """
     most = hello.max_num_batched_tokens
     least = min(hello.block_size + hello.max_num_seqs - 1, most)
@@ -226,7 +229,7 @@ def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
 
 
 def shown_digest(digest: str) -> str:
-    """Return the beginning of a digest, by which people tell models apart. An empty one is unknown."""
+    """Return the beginning of a digest, by which people tell models apart. An empty digest is unknown."""
     return digest[:16] or "unknown"
 
 

@@ -1,4 +1,4 @@
-"""The spread of a model's tokens over the experts of its layers, as a worker tells it. Pure."""
+"""The spread of a model's tokens over the experts of its layers, as a worker reports it. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The sizes of a decoder, as far as its operations and its memory traffic depend on them.
 
-A `ModelSpec` says exactly what an engine computes. A `ModelShape` says less, so that models which no engine here computes
-have one too. Norms and biases are left out: they are less than a thousandth of the numbers.
+A `ModelSpec` says exactly what an engine computes. A `ModelShape` says less, so it can also describe models that no engine here
+computes. Norms and biases are left out: they are less than a thousandth of the numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AttentionShape:
     pair_flops: int
     """The operations of one query of a prompt and one key that it attends to, all heads together."""
     decode_pair_flops: int
-    """The same for a query that decodes. It differs for MLA, whose decode steps attend to latent vectors."""
+    """The same operations for a query that decodes. They differ for MLA, because its decode steps attend to latent vectors."""
     window: int | None = None
     """The most tokens that a token attends to, itself included. None: there is no limit."""
 
@@ -113,10 +113,10 @@ class ModelShape:
         )
 
     def held_numbers(self, sequences: int, tokens: int, *, step_tokens: int, block_size: int) -> int:
-        """Return the numbers of KV that so many sequences of `tokens` tokens hold while they run together, at most.
+        """Return the most numbers of KV that this many sequences of `tokens` tokens hold while they run together.
 
-        A layer with a window holds what its engine reserves for them, `KvGroup.most_useful`: whole blocks of each window, and
-        the blocks of a step of `step_tokens`.
+        A layer with a window holds the blocks that its engine reserves (`KvGroup.most_useful`): whole blocks of each window,
+        and the blocks of a step of `step_tokens`.
         """
         numbers = 0
         for layer, count in self.layers:
@@ -157,7 +157,7 @@ def _mlp(spec: Mlp, hidden: int) -> MlpShape:
 def gqa_attention(
     hidden: int, heads: int, kv_heads: int, qk_dim: int, v_dim: int, *, window: int | None = None
 ) -> AttentionShape:
-    """Return attention in which `heads` query heads share `kv_heads` heads of K and V. As many: MHA. One KV head: MQA."""
+    """Return attention in which `heads` query heads share `kv_heads` heads of K and V. Equal numbers: MHA. One KV head: MQA."""
     kv_numbers = kv_heads * (qk_dim + v_dim)
     pair_flops = 2 * heads * (qk_dim + v_dim)
     return AttentionShape(
@@ -180,7 +180,7 @@ def mla_attention(
 
 
 def dense_mlp(hidden: int, intermediate: int, *, gated: bool = True) -> MlpShape:
-    """Return an MLP of `intermediate` numbers. A gated one has three matrices, another one two."""
+    """Return an MLP of `intermediate` numbers. A gated MLP has three matrices, an ungated MLP has two."""
     return MlpShape((3 if gated else 2) * hidden * intermediate)
 
 

@@ -1,6 +1,6 @@
 """The counts of what an engine has computed since its start: tokens, busy seconds, operations and bytes. Pure.
 
-A step costs a few microseconds here, so nothing is done for single tokens where all slices are plain decodes.
+The counts cost a few microseconds a step, so there is no work for single tokens where all slices are plain decodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ COUNTED: Final = (
 """The fields of `WorkerLoad` that are counted here."""
 _START: Final = attrgetter("start")
 EXPERT_STEPS: Final = 64
-"""The spread over experts is taken once in so many steps, and when no work is left. It walks over all experts of all layers."""
+"""The spread over experts is taken once in this many steps, and when no work is left. It walks over all experts of all
+layers."""
 
 
 class StepCounts:
@@ -34,7 +35,7 @@ class StepCounts:
         traffic: StepTraffic | None = None,
         experts: Callable[[], ExpertLoad | None] = lambda: None,
     ) -> None:
-        """`flops` and `traffic` are those of the model. None: operations and bytes stay 0, so they are unknown.
+        """`flops` and `traffic` describe the model. None: operations and bytes stay 0, so they are unknown.
 
         experts: returns the present spread over the model's experts; None: there is none.
         """
@@ -68,7 +69,7 @@ class StepCounts:
             self.decode_busy_s += step_s
             self.decode_steps += 1
             if self._traffic is not None:
-                # The KV of a sequence is read once, also where it has drafts.
+                # The KV of a sequence is read once, also where the sequence has drafts.
                 starts = list(map(_START, plan.slices[: plan.decodes]))
                 tokens = len(starts)
                 for drafted in plan.slices[plan.decodes :]:

@@ -27,7 +27,8 @@ class StepTraffic:
 
     @classmethod
     def of(cls, shape: ModelShape, *, weight_bits: float, kv_bits: float, head_bits: float | None = None) -> StepTraffic:
-        """Return the traffic of a model whose weights and KV have so many bits a number. head_bits None: as the weights."""
+        """Return the traffic of a model with the given bits for each number of weights and KV. head_bits None: the bits of the
+        weights."""
         fixed = shape.head_numbers * (weight_bits if head_bits is None else head_bits) / 8
         experts: dict[tuple[int, int], float] = {}
         token: dict[int | None, float] = {}
@@ -41,9 +42,10 @@ class StepTraffic:
         return cls(fixed, tuple((*kind, size) for kind, size in experts.items()), tuple(token.items()))
 
     def weights(self, tokens: float) -> float:
-        """Return the bytes of weights that a step of so many tokens reads. The number may be a mean.
+        """Return the bytes of weights that a step of `tokens` tokens reads. The number may be a mean.
 
-        An expert is read if a token of the step passes it. The estimate is that tokens choose experts evenly and on their own.
+        An expert is read if a token of the step passes it. The estimate assumes that tokens choose experts evenly and
+        independently.
         """
         if not self.experts:
             return self.fixed

@@ -16,7 +16,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 
 START: Final = WorkerLoad(BlockCounts(0, 0, 0, 0, 0))
-"""The load of a worker at the start of its incarnation, as far as counts are concerned."""
+"""The load of a worker at the start of its incarnation. Only its counts have a meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Utilisation:
 
 
 def utilisation(hello: WorkerHello, old: WorkerLoad, new: WorkerLoad) -> Utilisation:
-    """Return the utilisation between two loads of one incarnation. `START` as the old one: since the start."""
+    """Return the utilisation between two loads of one incarnation. With `START` as the old load: since the start."""
     prompt_s, decode_s = new.prompt_busy_s - old.prompt_busy_s, new.decode_busy_s - old.decode_busy_s
     busy = _share(prompt_s + decode_s, new.uptime_s - old.uptime_s)
     return Utilisation(

@@ -1,4 +1,5 @@
-"""Selectors for the labels of Ray nodes. A pool asks for one value of a label, one of several values, or none of them. Pure.
+"""Selectors for the labels of Ray nodes. A pool asks for one value of a label, for one of several values, or for a node with
+none of these values. Pure.
 
 The notation is Ray's: `gpu`, `!spot`, `in(a100, h100)`, `!in(spot, preemptible)`. A node without the label matches only
 negated selectors, as in Ray's scheduler.

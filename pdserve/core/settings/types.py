@@ -21,7 +21,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]  # a text such as 256MiB is accepted too
+Bytes = Annotated[int, Meta(ge=1, extra={"unit": "bytes"})]  # a text such as 256MiB is accepted as well
 NonNegativeBytes = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]  # the same, or 0
 
 MAX_PATH: Final = 500
@@ -82,8 +82,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value of a section without declared types, such as that of a policy. Raises `ConfigError` for what a file of
-    settings cannot hold, for NaN, which no check of a limit finds, and for what is nested too deeply."""
+    """Return a value of a section without declared types, such as a policy's section. Raises `ConfigError` for a value that a
+    file of settings cannot hold, for NaN, which passes every check of a limit, and for a value that is nested too deeply."""
     if len(path) > MAX_PATH:  # YAML lets a list hold itself
         raise ConfigError(f"{path[:MAX_PATH]}... is nested too deeply: the name of a setting has at most {MAX_PATH} characters")
     if isinstance(value, dict):

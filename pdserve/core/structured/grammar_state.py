@@ -22,7 +22,8 @@ class GrammarState(Protocol):
         """The reason, in words, why the grammar cannot go on. None: it can. A failure is final."""
 
     def catch_up(self, tokens: Sequence[int], prompt_len: int) -> None:
-        """Take the output tokens that are new. `tokens` is the prompt, then the output; earlier ones must not have changed."""
+        """Take the output tokens that are new. `tokens` is the prompt, then the output; earlier tokens must not have
+        changed."""
 
     def mask(self) -> bytes | None:
         """Return which tokens may come next. Bit i % 8 of byte i // 8 is set if token id i may. None: the grammar has failed.

@@ -1,4 +1,4 @@
-"""A JSON schema loses formats that nobody enforces, and a look-ahead that it can do without, before it is compiled. Pure."""
+"""A JSON schema loses formats that are not enforced, and a look-ahead that it does not need, before it is compiled. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Final
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""The formats that llguidance 1.9 enforces, and the one that it takes for none. It refuses all others. For JSON Schema
+"""The formats that llguidance 1.9 enforces, and the format that it takes for no format. It refuses all others. For JSON Schema
 (2020-12, validation 7.2.1) a format is a remark that need not be enforced; pydantic writes `path`, `password` and more."""
 SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values have schemas by names that a client chose, which may be those of keywords."""
-_LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # the last one up to 2019-09
+"""Keywords whose values map names to schemas. Clients choose these names, so a name may equal a keyword."""
+_LISTS_OF_SCHEMAS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # the last keyword up to 2019-09
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^\[((?!\^)(?:[^\]\\]|\\.)+)\]\*\$\)([^|]*)", re.DOTALL)
 """A pattern that begins with "not only these characters", which pydantic writes for `Decimal`."""
 
 
 def simplify(schema: Any) -> list[str]:
-    """Take the formats that nobody enforces out of a schema, in place, and return their names. Formats inside data, such as
-    that of a `const`, stay, and so do those below keywords that the compiler does not have.
+    """Take the formats that are not enforced out of a schema, in place, and return their names. Formats inside data, such as
+    the value of a `const`, stay, and so do formats below keywords that the compiler does not have.
 
-    llguidance has no look-ahead. "Not only these characters" is said without one: there is another character.
+    llguidance has no look-ahead. "Not only these characters" needs none: it means that there is another character.
     """
     formats: dict[str, None] = {}
     left = deque([schema])
