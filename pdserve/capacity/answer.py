@@ -29,7 +29,7 @@ class KvRoom:
     users: int
     """Users of one worker, as asked (spread over all workers) or `max_users`."""
     max_context: int
-    """The longest context of so many users of one worker, at most the model's positions. 0: they do not fit."""
+    """The longest context that this many users of one worker can have, at most the model's positions. 0: they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class CapacityAnswer:
     e2e_alone_s: float
     """The time of a request that is alone: disaggregated, with its exposed transfer."""
     e2e_loaded_s: float | None
-    """The mean time of a request at the goodput of what is recommended. None: it serves nothing."""
+    """The mean time of a request at the goodput of the recommended layout. None: the layout serves nothing."""
     verdict: CapacityVerdict
     output_tokens_per_s: float
     """All workers together, at that goodput."""
@@ -109,7 +109,8 @@ def answer(question: CapacityQuestion) -> CapacityAnswer:
 
 
 def degrees(question: CapacityQuestion) -> tuple[int, ...]:
-    """Return the numbers of GPUs that a worker may have: powers of two that divide the heads, of one machine if that is enough.
+    """Return the numbers of GPUs that a worker may have: powers of two that divide the heads, within one machine if that is
+    enough.
 
     More than `ONE_MACHINE` GPUs are tried only where the model does not fit into fewer.
     """
@@ -154,7 +155,7 @@ def _answer(question: CapacityQuestion, tp: int) -> CapacityAnswer:
 
 
 def fits(weights_bytes: float, kv_bytes: float, gpus: int, memory_bytes: float) -> bool:
-    """Tell whether weights and KV fit into the whole memory of so many GPUs, with nothing else there."""
+    """Tell whether weights and KV fit into the whole memory of this many GPUs, without any other content."""
     if gpus < 1:
         raise ConfigError(f"--gpus must be at least 1, got {gpus}")
     return weights_bytes + kv_bytes <= gpus * memory_bytes

@@ -64,7 +64,7 @@ def devices() -> Mapping[str, DeviceSpec]:
 
 
 def device(name: str) -> DeviceSpec:
-    """Return the device of this name. Raises `ConfigError` that lists the known ones."""
+    """Return the device of this name. Raises `ConfigError` that lists the known devices."""
     found = devices().get(name.lower())
     if found is None:
         raise ConfigError(f"--gpu {name!r:.60} is not known; known: {', '.join(devices())}")

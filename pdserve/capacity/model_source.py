@@ -34,7 +34,7 @@ def published_models() -> Mapping[str, Mapping[str, Any]]:
 
 
 def published_model(model: str) -> Mapping[str, Any] | None:
-    """Return the entry of a published name, in any case. None: another name, or that of a path that exists."""
+    """Return the entry of a published name, in upper or lower case. None: the name is unknown, or names a path that exists."""
     return None if os.path.exists(os.path.expanduser(model)) else published_models().get(model.lower())
 
 

@@ -8,11 +8,11 @@ the highest for which D and this wait are within TTFT.
 **Decode.** The batch B is the largest whose step, and its share of the exposed transfer, are within TPOT, and whose KV fits.
 A request stays for (n - 1) TPOT, so the rate is B / ((n - 1) TPOT) (Little's law).
 
-**Colocated.** A worker computes prompts in chunks beside its decodes. Each prompt delays all B sequences by
-E = chunks * (mixed step - step without a chunk). With rate r, the mean gap is step / (1 - r E); Little's law then gives
-r = B / ((n - 1) step + B E): B prompts fall into a request's life on average. Their number is a Poisson one, so the share p of
-the requests has a TPOT of at most step + (B + z sqrt(B)) E / (n - 1), where z is the quantile p of the normal distribution.
-Prompts wait as above, with D = chunks * mixed step. The chunk with the highest rate counts.
+**Colocated.** A worker computes prompts in chunks beside its decodes. Each prompt delays all B sequences by E = chunks * (mixed
+step - step without a chunk). With rate r, the mean gap is step / (1 - r E); Little's law then gives r = B / ((n - 1) step + B
+E): B prompts fall into a request's life on average. Their number has a Poisson distribution, so the share p of the requests has
+a TPOT of at most step + (B + z sqrt(B)) E / (n - 1), where z is the quantile p of the normal distribution. Prompts wait as
+above, with D = chunks * mixed step. The chunk with the highest rate counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class PlacementRate:
-    """The most requests a second of one worker, and what keeps it from more: memory, bandwidth, compute or link."""
+    """The most requests a second of one worker, and its bottleneck: memory, bandwidth, compute or link."""
 
     requests_per_s: float
     bound: str
@@ -70,7 +70,8 @@ def queue_rate(service_s: float, target_s: float, share: float) -> float:
 
 
 def last_load(holds: Callable[[float], bool], most: float) -> float:
-    """Return the largest number up to `most`, to the precision of a float, for which `holds`. It holds for smaller ones too."""
+    """Return the largest number up to `most`, to the precision of a float, for which `holds`. `holds` is true for all smaller
+    numbers too."""
     low, high = 0.0, most
     if holds(high):
         return high
@@ -91,7 +92,7 @@ def transfer_s(worker: WorkerSpeed, link_bytes_per_s: float) -> float:
 def exposed_s(worker: WorkerSpeed, link_bytes_per_s: float) -> float:
     """Return the part of the transfer that a request waits for after its first token.
 
-    KV of a chunk crosses while the next one is computed, so at least the last chunk's part is left, and more if the link is
+    KV of a chunk crosses while the next chunk is computed, so at least the last chunk's part is left, and more if the link is
     slower than the computation.
     """
     question = worker.question
@@ -179,16 +180,18 @@ class Beside:
         return self.chunks * self.worker.mixed_s(batch, decode_context(self.worker), isl / self.chunks, isl)
 
     def rate(self, batch: float) -> float:
-        """Return the requests a second with which `batch` of them decode at a time."""
+        """Return the rate of requests at which `batch` requests decode at a time."""
         step, delay = self.times(batch)
         return batch / ((self.worker.question.osl - 1) * step + batch * delay)
 
     def best(self, users: int) -> float:
-        """Return the batch, up to `users`, with the highest rate of all that meet both targets; 0: none does.
+        """Return the batch, up to `users`, with the highest rate among the batches that meet both targets; 0: no batch meets
+        them.
 
-        A larger batch is not always better: past the ridge of the roofline it serves no more. And a smaller one does not always
-        meet what a larger one meets: a prompt disturbs a few decodes of a mixture of experts more than many, whose steps read
-        most experts anyway. So batches are tried over the whole range, and the step above the best one is bisected.
+        A larger batch is not always better: past the ridge of the roofline it serves no more. And a smaller batch does not
+        always meet the targets that a larger batch meets: a prompt disturbs a few decodes of a mixture of experts more than
+        many, whose steps read most experts anyway. So batches are tried over the whole range, and the step above the best batch
+        is bisected.
         """
         powers = range(math.floor(math.log2(LEAST_BATCH) * TRIES), math.ceil(math.log2(users) * TRIES))
         tried = [*(2 ** (power / TRIES) for power in powers), float(users)]

@@ -43,7 +43,7 @@ def draw(path: Path, question: CapacityQuestion, answer: CapacityAnswer) -> None
 def _draw_steps(axes: Axes, worker: WorkerSpeed, answer: CapacityAnswer) -> None:
     question = worker.question
     context, users = question.isl + question.osl // 2, worker.users_at(question.isl + question.osl)
-    most = float(min(answer.steps[-1].batch, max(16, 2 * users)))  # what fits, and as much again
+    most = float(min(answer.steps[-1].batch, max(16, 2 * users)))  # twice the largest batch that fits
     batches = [most ** (point / (POINTS - 1)) for point in range(POINTS)]
     fitting = [batch for batch in batches if batch <= users]
     axes.plot(batches, [1e3 * worker.decode_s(batch, context) for batch in batches], color="C0", linewidth=1, linestyle=":")

@@ -32,7 +32,7 @@ _PLAIN: Final = {"gpt2": ("n_embd", "n_head", "n_positions"), "bloom": ("n_embed
 _TIED: Final = frozenset({"gemma2", "gemma3", "gemma3_text", "gpt2", "bloom"})
 """Models whose head is the embedding unless their configuration says otherwise."""
 _PATTERNS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
-"""The default of `sliding_window_pattern`: each layer whose number divides by it attends to everything."""
+"""The default of `sliding_window_pattern`: each layer whose number is a multiple of it attends to all positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PublishedModel:
     latent: bool
     """KV is latent (MLA): each GPU of a worker stores all of it."""
     widest: int
-    """The most numbers that one token has at once inside of a layer: queries, keys and values, or gate and up."""
+    """The most numbers that a layer computes at once for one token: queries, keys and values, or gate and up."""
     max_position: int
     quantization: str = "none"
     """The quantization of the published weights: none, fp8, int8 or int4."""
@@ -60,8 +60,8 @@ class PublishedModel:
 def read_model(name: str, config: Mapping[str, Any], num_kv_heads: int | None = None) -> PublishedModel:
     """Return the model of a published configuration.
 
-    num_kv_heads: a what-if with fewer KV heads. Raises `ConfigError` that names a missing setting, a wrong one, a kind of
-    model that is not known, and `--num-kv-heads` above the configuration's number.
+    num_kv_heads: a what-if with fewer KV heads. Raises `ConfigError` that names a missing or wrong setting, an unknown kind of
+    model, or a `--num-kv-heads` above the configuration's number.
     """
     try:
         return _read(name, _text_part(config), num_kv_heads)

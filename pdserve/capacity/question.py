@@ -52,7 +52,7 @@ def check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def changed(gpu: DeviceSpec, *, tflops: float | None, bandwidth_gb_s: float | None, memory_gb: float | None) -> DeviceSpec:
-    """Return the GPU with peaks of the operator's own. None keeps that of the data. tflops: the peak of every dtype.
+    """Return the GPU with the operator's peaks. None keeps the peak of the data. tflops: the peak of every dtype.
 
     Raises `ConfigError` that names the flag.
     """
@@ -149,7 +149,7 @@ class CapacityQuestion:
 
     @property
     def weight_scheme(self) -> str:
-        """The quantization of the weights: that of the flag, or the published one."""
+        """The quantization of the weights: the flag's, or else the published quantization."""
         return self.model.quantization if self.quantization == "auto" else self.quantization
 
     @property
@@ -170,12 +170,12 @@ class CapacityQuestion:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of the products: 4-bit weights are expanded, and 8-bit ones are multiplied as they are."""
+        """The dtype of the products: 4-bit weights are expanded, and 8-bit weights are multiplied as they are."""
         return self.weight_scheme if self.weight_scheme in ("fp8", "int8") else self.dtype
 
     @property
     def price(self) -> float | None:
-        """US dollars for one GPU and hour, or None if nobody told one."""
+        """US dollars for one GPU and hour, or None if no price is given."""
         return self.gpu.price_per_hour if self.price_per_hour is None else self.price_per_hour
 
     def link_of(self, tp: int) -> LinkSpec:

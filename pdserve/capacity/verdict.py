@@ -1,4 +1,4 @@
-"""One pool or two: the split of the workers, the slowest link with which two pools win, what binds, and what would help. Pure.
+"""One pool or two: the split of the workers, the slowest link with which two pools win, the bottleneck, and its remedies. Pure.
 
 The goodput of P prefill and D decode workers is min(P * prefill rate, D * decode rate). Two pools are recommended where it
 is more than `MARGIN` above that of the same workers colocated: a smaller gain is within the error of the model.
@@ -46,7 +46,7 @@ class CapacityVerdict:
     split: CapacitySplit | None
     """The best two pools. None: there are fewer than two workers."""
     ideal_prefill_per_decode: float | None
-    """Prefill workers for each decode worker at which both pools are full. None: one of the two serves nothing."""
+    """Prefill workers for each decode worker at which both pools are full. None: one of the two pools serves nothing."""
     colocated_requests_per_s: float
     requests_per_s: float
     """Goodput of what is recommended."""
@@ -67,7 +67,7 @@ def best_split(workers: int, prefill: float, decode: float) -> CapacitySplit | N
 
 
 def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> CapacityVerdict:
-    """Return the verdict for so many equal workers whose links have this rate."""
+    """Return the verdict for this many equal workers whose links have this rate."""
     prefill, decode = prefill_rate(worker, link_bytes_per_s), decode_rate(worker, link_bytes_per_s)
     colocated = colocated_rate(worker)
     together = workers * colocated.requests_per_s

@@ -28,7 +28,7 @@ and 8 H200, as aiconfigurator-core 0.12.0 (Apache-2.0) has measured them."""
 
 
 def roofline_s(read_bytes: float, flops: float, bytes_per_s: float, flops_per_s: float) -> float:
-    """Return the least time for so many bytes and operations."""
+    """Return the least time for these bytes and operations."""
     return max(read_bytes / bytes_per_s, flops / flops_per_s)
 
 
@@ -87,14 +87,14 @@ class WorkerSpeed:
         return last_true(most, lambda users: self.held_bytes(users, context) <= room)
 
     def held_bytes(self, users: int, context: int) -> float:
-        """Return the bytes of KV that so many sequences of this length hold while they run, stored once. Layers with a sliding
-        window hold less than the context, but more than `kv_bytes`: whole blocks, and those of a step."""
+        """Return the bytes of KV that this many sequences of this length hold while they run, stored once. Layers with a
+        sliding window hold less than the context, but more than `kv_bytes`: whole blocks, and the blocks of a step."""
         shape, step = self.question.model.shape, self.question.max_num_batched_tokens
         numbers = shape.held_numbers(users, context, step_tokens=step, block_size=BLOCK_SIZE)
         return numbers * self.question.kv_bits / 8
 
     def max_context(self, users: int) -> int:
-        """Return the longest context that fits for so many sequences at once, at most the positions of the model."""
+        """Return the longest context that fits for this many sequences at once, at most the positions of the model."""
         room, most = self.memory.kv_bytes / self.kv_copies, self.question.model.max_position
         return last_true(most, lambda tokens: self.held_bytes(users, tokens) <= room)
 
@@ -119,8 +119,8 @@ class WorkerSpeed:
 
         Products with weights serve both at once and read the weights once. A chunk often lies near the ridge of the roofline,
         where an engine reaches neither peak: there the root of the sum of squares fits measured prompts of 128 to 1,024 tokens
-        (docs/capacity.md), and the larger of the two is too fast. Attention of the two runs one after the other, and does not
-        overlap with products.
+        (docs/capacity.md), and the larger of the two terms is too fast. Attention of decodes and of the chunk run one after the
+        other, and do not overlap with products.
         """
         rows = batch + (1.0 if chunk else 0.0)
         products = math.hypot(
@@ -165,7 +165,8 @@ class WorkerSpeed:
 
 
 def last_true(most: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` for which `holds`, or 0. What holds for a number holds for smaller ones."""
+    """Return the largest number from 1 to `most` for which `holds`, or 0. If `holds` is true for a number, it is true for all
+    smaller numbers."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
