@@ -107,7 +107,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _eos_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a request, ascending: those of config.json, of the language model inside it, and of
+    """Return the ids that end a request, ascending. They come from config.json, from the language model inside it, and from
     generation_config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}

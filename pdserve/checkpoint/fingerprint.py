@@ -1,12 +1,12 @@
 """The two names of a model: its fingerprint, which costs nothing, and its digest, which covers every byte.
 
 The **fingerprint** covers config.json, tokenizer.json, and the size, the header (names, dtypes, shapes, offsets) and a few
-samples of each weight file. It does not cover paths, names or times, and reads at most 64 KiB of each file's values. A router,
-which loads no weights, tells by it whether a worker was started with the right model. Two fine-tunes that differ in a
-few bytes may have one fingerprint.
+samples of each weight file. It does not cover paths, names or times, and reads at most 64 KiB of each file's values. By the
+fingerprint, a router, which loads no weights, tells whether a worker was started with the right model. Two fine-tunes that
+differ in a few bytes may have one fingerprint.
 
-The **digest** covers all weights as well. Only a worker knows it, once it has loaded them, and by it workers tell whether
-their KV is that of one model ([0071](docs/design/0071-identities.md)).
+The **digest** covers all weights as well. Only a worker that has loaded the weights knows the digest. By the digest, workers
+tell whether their KV comes from the same model ([0071](docs/design/0071-identities.md)).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version"})
 def fingerprint(directory: Path, config: Mapping[str, Any], *, dummy: bool = False) -> str:
     """Return 32 hex digits. Raises `ConfigError` when a weight file or the tokenizer cannot be read.
 
-    dummy: the weights are made up, so no file of weights is read, and the result is never that of the model itself.
+    dummy: the weights are made up, so no file of weights is read, and the result never equals the fingerprint of the model
+    itself.
     """
     digest = hashlib.sha256()
     stable = {key: value for key, value in config.items() if key not in _VOLATILE}

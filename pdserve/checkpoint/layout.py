@@ -1,4 +1,4 @@
-"""The files that a model's directory must hold, and those of them that are weights."""
+"""The files that a model's directory must hold, and the weight files among them."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from pdserve.checkpoint.cache import build_once
 from pdserve.core.errors import ConfigError
 
 ASSEMBLES: Final = "_gguf"
-"""A package whose name ends so may have a function `assemble`, which writes its file from parts, since package indexes have a
-limit of size."""
+"""A package whose name has this ending may have a function `assemble`, which writes its file from parts, since package indexes
+limit sizes."""
 
 
 def package_gguf(name: str, cache: Path) -> Path | None:
     """Return the GGUF file of an installed package, named as on its index or as it is imported. None: no package has the name,
-    or it has no such file. What has parts is put together in the cache, once. Raises `ConfigError` when that fails."""
+    or the package has no such file. A file in parts is put together in the cache, once. Raises `ConfigError` when that
+    fails."""
     module = name.replace("-", "_")
     if not module.isidentifier():
         return None

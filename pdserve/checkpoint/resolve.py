@@ -59,7 +59,7 @@ def check_known(model: str, load_format: str = "auto") -> None:
 
 
 def _find(model: str, cache: Path, *, weights: bool) -> Path | None:
-    """Return the directory or the GGUF file of a model that is here. None: its name is that of one to download. Raises
+    """Return the directory or the GGUF file of a model that is here. None: the name is a model to download. Raises
     `ConfigError`."""
     if model == DEFAULT:
         return default_gguf(cache)

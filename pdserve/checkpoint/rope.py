@@ -48,8 +48,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int | None = None) -> RopeSpe
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the scaling that are not null. Raises `ConfigError` when they are not one object for all layers.
 
-    transformers 5 writes them and `rope_theta` under `rope_parameters`. Before, `rope_theta` stood alone, and `rope_scaling`
-    held the rest, with `type` as the oldest name of `rope_type`.
+    transformers 5 writes them and `rope_theta` under `rope_parameters`. Earlier versions wrote `rope_theta` alone and the rest
+    under `rope_scaling`, with `type` as the oldest name of `rope_type`.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):

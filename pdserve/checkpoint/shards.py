@@ -54,7 +54,8 @@ def size_bytes(shape: tuple[int, ...]) -> int:
 
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], limit: int) -> list[list[str]]:
-    """Divide the names, in order, into shards of at most `limit` bytes. A tensor that is larger than that stands alone."""
+    """Divide the names, in order, into shards of at most `limit` bytes. A tensor that is larger than `limit` has a shard of its
+    own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():

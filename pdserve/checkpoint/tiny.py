@@ -112,7 +112,8 @@ def _tokenizer() -> Tokenizer:
 
 
 def _merges(count: int) -> list[tuple[str, str]]:
-    """Return the first `count` merges that build the words, with their leading spaces, letter by letter, each one once."""
+    """Return the first `count` merges that build the words, with their leading spaces, letter by letter. Each merge occurs
+    once."""
     merges: dict[tuple[str, str], None] = {}
     for word in _WORDS:
         spaced = "Ġ" + word  # the byte-level alphabet writes a space as Ġ

@@ -1,4 +1,4 @@
-"""The families DeepSeek-V2 and DeepSeek-V3: latent attention, and mixtures with groups of experts and shared ones."""
+"""The families DeepSeek-V2 and DeepSeek-V3: latent attention, and mixtures with groups of experts and shared experts."""
 
 from __future__ import annotations
 

@@ -41,5 +41,5 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def example(architecture: str) -> Mapping[str, Any]:
-    """Return the configuration. Raises `KeyError` for an architecture without one."""
+    """Return the configuration. Raises `KeyError` for an architecture without an example."""
     return {**_SIZES, **_OWN[architecture], "architectures": [architecture]}

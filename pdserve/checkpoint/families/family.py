@@ -17,9 +17,9 @@ class TensorNames:
     """The names of a model's tensors.
 
     layer: the name of each part of a layer (`parts.py`), with {layer} in place of the layer's number and {expert} in place of
-    the expert's. Parts of one name are rows of one tensor, in the order in which `layer_shapes` lists them. A family lists
-    all parts that any layer of it may have. ignored: endings of names that a checkpoint may have and that nothing reads.
-    later: beginning of such names, with {layer} in place of the number of layers. beside: beginnings of such names, those of
+    the expert's. Parts of one name are rows of one tensor, in the order in which `layer_shapes` lists them. A family lists all
+    parts that any layer of it may have. ignored: endings of names that a checkpoint may have and that nothing reads. later: the
+    beginning of such names, with {layer} in place of the number of layers. beside: the beginnings of such names that belong to
     parts beside the language model.
     """
 
@@ -38,7 +38,8 @@ class TensorNames:
         return name.endswith(self.ignored) or name.startswith(self.beside)
 
     def under(self, prefix: str, beside: tuple[str, ...]) -> TensorNames:
-        """Return the names in a model that has this one as a part. beside: beginnings of the names of its other parts."""
+        """Return the names in a model that contains this model as a part. beside: beginnings of the names of its other
+        parts."""
         layer = {part: prefix + name for part, name in self.layer.items()}
         embedding, norm, head = (prefix + name for name in (self.embedding, self.norm, self.head))
         return replace(self, embedding=embedding, layer=layer, norm=norm, head=head, beside=beside)

@@ -1,8 +1,8 @@
 """The families Gemma 2 and Gemma 3: norms before and after attention and MLP, local and global layers, bounded scores.
 
 Norms add one to their weights, the embedding is multiplied by the root of its width, and Gemma 3 norms queries and keys by
-head. Local layers have a window, and in Gemma 3 frequencies of their own. Models that take images as well are read as their
-language model alone.
+head. Local layers have a window, and in Gemma 3 other frequencies than global layers. Models that take images as well are read
+as their language model alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _bound(config: Mapping[str, Any], name: str) -> float | None:
 
 
 def _ropes(config: Mapping[str, Any]) -> tuple[RopeSpec, RopeSpec]:
-    """Return the rotary positions of global and of local layers. In the older spelling only global ones may be scaled."""
+    """Return the rotary positions of global and of local layers. In the older spelling only global positions may be scaled."""
     theta, local = ({name: default, **config}[name] for name, default in _THETAS.items())
     rope = config.get("rope_parameters")
     if rope is None:

@@ -100,7 +100,7 @@ def llama_spec(
 
 
 def llama_layers(spec: ModelSpec) -> Iterator[tuple[AttentionSpec, DenseSpec]]:
-    """Yield attention and MLP of each layer of a Llama. Asserts that the model is like one."""
+    """Yield attention and MLP of each layer of a Llama. Asserts that the model is like a Llama."""
     for layer in spec.layers:
         assert isinstance(layer.attention, AttentionSpec)
         assert isinstance(layer.mlp, DenseSpec)
@@ -108,7 +108,8 @@ def llama_layers(spec: ModelSpec) -> Iterator[tuple[AttentionSpec, DenseSpec]]:
 
 
 def attending(spec: ModelSpec, windows: Sequence[int | None] | None = None, **changes: Any) -> ModelSpec:
-    """Return a Llama-like spec with fields of each layer's attention changed. windows: that of each layer; None keeps them."""
+    """Return a Llama-like spec with fields of each layer's attention changed. windows: the window of each layer; None keeps
+    them."""
     kept = [layer.attention.window for layer in spec.layers]
     layers = tuple(
         replace(layer, attention=replace(attention, window=window, **changes))

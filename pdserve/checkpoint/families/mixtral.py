@@ -1,4 +1,4 @@
-"""The Mixtral family: a Mistral in which each MLP is a mixture of experts. The weights of the chosen ones add up to one."""
+"""The Mixtral family: a Mistral in which each MLP is a mixture of experts. The weights of the chosen experts add up to one."""
 
 from __future__ import annotations
 

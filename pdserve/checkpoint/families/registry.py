@@ -24,7 +24,7 @@ FAMILIES: Final = {
     "DeepseekV2ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v2",
     "DeepseekV3ForCausalLM": "pdserve.checkpoint.families.deepseek:deepseek_v3",
 }
-"""The function that returns the family of an architecture, as `module:function`. Only the one that is needed is imported."""
+"""The function that returns the family of an architecture, as `module:function`. Only the needed module is imported."""
 REFUSED: Final = {"GptOssForCausalLM": "its attention has sinks, which no backend computes"}
 """Architectures that are known and not supported, each with the reason."""
 SETTING: Final = "engine.model_family"

@@ -1,4 +1,4 @@
-"""Settings that the configurations of several families share, and the refusal of those that a family does not read."""
+"""Settings that the configurations of several families share, and the refusal of settings that a family does not read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The conversion of GGUF files: a table for each architecture, and one for each kind of tokenizer."""
+"""The conversion of GGUF files: a table for each architecture, and a table for each kind of tokenizer."""

@@ -22,9 +22,9 @@ EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weigh
 class Architecture:
     """One architecture.
 
-    layer: the name of each tensor of a layer, and the part that it is (`families/parts.py`). config: returns the settings of
-    config.json beside those of `plain_config`; it raises `ConfigError` that names what is not supported. restore: returns the
-    tensor of a name in the layout of the family. extra: tensors that `config` reads, and that no checkpoint has.
+    layer: the name of each tensor of a layer, and its part (`families/parts.py`). config: returns the settings of config.json
+    beside those of `plain_config`; it raises `ConfigError` that names what is not supported. restore: returns the tensor of a
+    name in the layout of the family. extra: tensors that `config` reads, and that no checkpoint has.
     """
 
     family: Family

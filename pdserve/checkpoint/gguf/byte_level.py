@@ -1,10 +1,10 @@
 """The byte-level BPE tokenizer inside a GGUF file.
 
-GGUF stores the vocabulary and the merges. Of the rule that splits text into words before merging it stores only the *name*,
-in `tokenizer.ggml.pre`. The rules here are those of the models' own tokenizer.json. The right rule matters: SmolLM isolates
-digits before it looks at white space, so that in "\\n\\n1" the two line ends are one token. With GPT-2's rule they would be
-two tokens, which the model has hardly seen there. (transformers 5.23, when it reads a GGUF, knows most of the names but not
-SmolLM's, and takes GPT-2's rule.)
+GGUF stores the vocabulary and the merges. Of the rule that splits text into words before merging it stores only the *name*, in
+`tokenizer.ggml.pre`. The rules here come from the models' tokenizer.json. The right rule matters: SmolLM isolates digits before
+it looks at white space, so that in "\\n\\n1" the two line ends are one token. With GPT-2's rule they would be two tokens, which
+the model has hardly seen at such places. (transformers 5.23, when it reads a GGUF, knows most of the names but not SmolLM's,
+and takes GPT-2's rule.)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NORMS: Final = {
 }
 _LOCAL_THETA: Final = 10000.0
 _PATTERN: Final = 6
-_LAYERS_27B: Final = 62  # of all sizes, only this one scales scores by the hidden size of a head instead of its dimension
+_LAYERS_27B: Final = 62  # only this size scales scores by the hidden size of a head instead of its dimension
 
 
 def _config(metadata: Metadata) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def _scalar(metadata: Metadata) -> int:
 
 
 def _restore(metadata: Metadata, name: str, weight: Array) -> Array:
-    """Return one tensor in Hugging Face's layout. GGUF stores the norms with the one that Gemma adds to their weights.
+    """Return one tensor in Hugging Face's layout. GGUF stores the norms with the 1 that Gemma adds to their weights already
+    added.
 
     Rotations need no change: both sides rotate the halves of a head.
     """

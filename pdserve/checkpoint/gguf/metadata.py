@@ -12,7 +12,7 @@ from pdserve.core.errors import ConfigError
 
 _ANY: Final = None
 _NEUTRAL: Final[Mapping[str, tuple[object, ...] | None]] = {
-    "vocab_size": _ANY,  # the embedding says it
+    "vocab_size": _ANY,  # the embedding shows it
     "tensor_data_layout": _ANY,  # a remark of older converters
     "expert_count": (0,),
     "expert_used_count": _ANY,
@@ -21,7 +21,7 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...] | None]] = {
     "rope.scaling.original_context_length": _ANY,  # only the kinds of scaling that are refused use it
     "rope.scaling.attn_factor": (1.0,),
 }
-"""Settings that are not read, each with the values that change nothing of what is computed."""
+"""Settings that are not read, each with the values that do not change the computation."""
 
 
 class Metadata:
@@ -76,7 +76,7 @@ class Metadata:
         return None if kind == "none" or factor in (0.0, 1.0) else {"rope_type": "linear", "factor": factor}
 
     def check_all_read(self) -> None:
-        """Raise `ConfigError` for a setting that nothing has read, and that could change what the model computes."""
+        """Raise `ConfigError` for a setting that was not read and could change the computation."""
         for name in sorted(self._unread):
             key = f"{self.architecture}.{name}"
             value = self.gguf.get(key)

@@ -1,10 +1,11 @@
 """The SentencePiece tokenizer (BPE) inside a GGUF file.
 
 GGUF stores the pieces, their scores and their kinds. SentencePiece joins the two neighbours whose joined piece has the highest
-score, the leftmost ones first. The library `tokenizers` has no scores: it joins the pair that stands first in a list. So
-every way to make a piece of two others becomes such a pair, and the pairs are sorted by the score of the piece.
+score. Among equal scores it joins the leftmost pair. The library `tokenizers` has no scores: it joins the pair that stands
+first in a list. So every way to make a piece of two others becomes such a pair, and the pairs are sorted by the score of the
+piece.
 
-What a user defined is never joined with its neighbours, and of several such pieces the longest counts. A character that is no
+A user-defined piece is never joined with its neighbours, and of several such pieces the longest counts. A character that is no
 piece becomes its bytes in UTF-8.
 """
 
@@ -50,14 +51,14 @@ def build(gguf: GgufFile, vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def _merges(vocabulary: GgufVocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that makes a third one, those with the highest score first.
+    """Return every pair of pieces that makes a third piece, in descending order of the third piece's score.
 
-    Two pairs that make the same piece can overlap: "ab" "a" and "a" "ba" in "ab" "a" "ba". Then the left pair must win. It is
-    the one whose right half also begins the piece, so such pairs come before others of that piece.
+    Two pairs that make the same piece can overlap: "ab" "a" and "a" "ba" in "ab" "a" "ba". Then the left pair must win. The
+    right half of the left pair also begins the piece, so such pairs come before other pairs of that piece.
 
     All runs of spaces of Llama 2 and Mistral have one score. Among equal scores the leftmost pair wins, whatever it makes, so a
-    run grows from its left end. A list that has longer pieces first does the same: what has grown goes on before a new piece
-    begins.
+    run grows from its left end. A list with longer pieces first has the same effect: a piece that has grown goes on growing
+    before a new piece begins.
     """
     scored = zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
     pieces = {token: score for token, kind, score in scored if kind == NORMAL}
@@ -71,10 +72,10 @@ def _merges(vocabulary: GgufVocabulary, scores: list[float]) -> list[tuple[str, 
 
 
 def _added(gguf: GgufFile, vocabulary: GgufVocabulary, prefix: bool) -> list[AddedToken]:
-    """Return the tokens that are found in a text before anything else, those that a user defined among them.
+    """Return the tokens that are found in a text before all other steps, user-defined tokens included.
 
     Such a token may be a run of spaces. It is found in the normalised text, where a space has SentencePiece's sign, however the
-    file writes it. With a prefix that search would ask for a prefix of the token too.
+    file writes it. If a prefix were added, the search would look for a prefix of the token too.
     """
     added = []
     for token, kind in vocabulary.of_kind(UNKNOWN, CONTROL, USER_DEFINED):
