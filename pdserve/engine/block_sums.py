@@ -60,8 +60,8 @@ def load_sums() -> NativeSums | None:
 class BlockSums:
     """Computes checksums of blocks of one region of memory, [blocks, block_bytes] uint8, which must stay in place.
 
-    Several threads may call it at once. On CUDA it runs in the calling thread's current stream. With `beside` it has a
-    stream of its own and does not wait for steps of the model; this is only for blocks that no stream writes.
+    Several threads may call it at once. On CUDA it runs in the calling thread's current stream. With `beside` it runs in a
+    separate stream and does not wait for steps of the model; this is only for blocks that no stream writes.
     """
 
     def __init__(self, blocks: Tensor, *, beside: bool = False) -> None:
@@ -88,7 +88,7 @@ class BlockSums:
         """Sum stripes on the GPU and combine them on the CPU. Copying the stripe sums back waits for the kernel."""
         from pdserve.engine.kernels.block_sums import stripe_sums
 
-        with torch.cuda.stream(self._stream):  # a stream of None changes nothing
+        with torch.cuda.stream(self._stream):  # with None, the current stream stays
             stripes = stripe_sums(self._blocks, torch.tensor(block_ids, device=self._blocks.device)).cpu()
         return combine(stripes.numpy().view(np.uint64), self._blocks.shape[1])
 

@@ -1,7 +1,7 @@
 """Masks of the tokens that grammars allow: they are computed while the model runs, and applied to the logits before a draw.
 
-A mask depends on the tokens before the step alone, so nobody waits for it if it takes less time than the step. One thread
-computes the masks of a step, one after the other, without the interpreter lock.
+A mask depends only on the tokens before the step, so the step does not wait for a mask that takes less time than the model. One
+thread computes the masks of a step, one after the other, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _compute(grammars: Sequence[GrammarState]) -> None:
 def apply_mask(row: Tensor, mask: bytes) -> None:
     """Set the logits of all tokens that a mask does not allow to minus infinity. row: [vocab] float32, changed in place.
 
-    mask: bit i % 8 of byte i // 8 is that of token id i. It has a bit for each token, and may have more.
+    mask: bit i % 8 of byte i // 8 belongs to token id i. The mask has a bit for each token, and may have more bits.
     """
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(row), bitorder="little")
     row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -torch.inf)

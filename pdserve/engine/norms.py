@@ -23,7 +23,7 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of each head of queries and of keys, which have one eps and one offset."""
+    """The norms of each head of queries and of keys. Both norms have the same eps and offset."""
 
     query: Norm
     key: Norm

@@ -1,4 +1,4 @@
-"""The peaks of a worker's device: operations and bytes a second, against which the utilisation of its engine is told.
+"""The peaks of a worker's device: operations and bytes a second. The utilisation of its engine is a share of them.
 
 The peaks of a GPU come from its data sheet, by its name. A CPU has no such sheet for the cores that a worker gets, so products
 and reads are measured once, in about 0.1 s. Both are the best of several tries, since other work on the machine slows some.
@@ -22,15 +22,15 @@ from pdserve.engine.layers.linear import Linear, scheme_for
 from pdserve.engine.memory import host
 
 WIDTH: Final = 256
-"""The rows, inputs and outputs of the product. It takes 0.2 ms, so that some tries pass while nothing else has the core. One of
-512 is 7 % faster, and was measured at a thirtieth of that while workers started side by side."""
+"""The rows, inputs and outputs of the product. It takes 0.2 ms, so that some tries pass while no other process has the core. A
+product of 512 is 7 % faster, and was measured at a thirtieth of its speed while workers started side by side."""
 MIN_TRIES: Final = 8
 MAX_S: Final = 0.1
-"""After so long fewer tries do."""
+"""After this time fewer tries are enough."""
 PRODUCTS_S: Final = 0.02
 READS_S: Final = 0.02
 LAST_LEVEL_BYTES: Final = 32 * MIB
-"""The size of the last cache where the system does not tell it."""
+"""The size of the last cache where the system does not report it."""
 PART_BYTES: Final = 8 * MIB
 """The bytes of one read, 1 ms on one core."""
 FREE_SHARE: Final = 0.25
@@ -65,7 +65,7 @@ def peaks_of(kv: KvPool, config: EngineConfig, *, rate: float = 1.0, seen_flops_
 
 
 def _products(dtype: torch.dtype) -> float:
-    """Return the operations a second of a product in `dtype`: those of one thread, times the worker's threads.
+    """Return the operations a second of a product in `dtype`: the rate of one thread, times the worker's threads.
 
     If all threads were timed together, they would wait for the thread that other work on the machine slows down.
     """
@@ -102,14 +102,14 @@ def _reads(kv: KvPool) -> float:
     reads = [part.max for part in parts]
     threads = torch.get_num_threads()
     best_s = _best_s(reads, READS_S)
-    if threads > 1:  # one thread alone is faster where other work keeps the others from starting
+    if threads > 1:  # one thread alone is faster where other work keeps the other threads from starting
         with _one_thread():
             best_s = min(best_s, _best_s(reads, READS_S))
     return PART_BYTES / best_s
 
 
 def last_level_bytes(root: Path = Path("/")) -> int:
-    """Return the size of the CPU's last cache, as Linux tells it, or `LAST_LEVEL_BYTES`."""
+    """Return the size of the CPU's last cache, as Linux reports it, or `LAST_LEVEL_BYTES`."""
     sizes = []
     for file in (root / _CACHE).glob("index*/size"):
         try:
@@ -121,8 +121,8 @@ def last_level_bytes(root: Path = Path("/")) -> int:
 
 
 def _best_s(calls: Sequence[Callable[[], object]], budget_s: float) -> float:
-    """Return the shortest time of a call. After one to warm up, all are called in turn for about `budget_s`, and at least
-    `MIN_TRIES` times."""
+    """Return the shortest time of a call. After one call of each to warm up, all are called in turn for about `budget_s`, and
+    at least `MIN_TRIES` times."""
     calls[0]()
     best_s, start_s = float("inf"), time.perf_counter()
     for tries, call in enumerate(itertools.cycle(calls), start=1):

@@ -59,15 +59,16 @@ TRITON_FEATURES: Final = frozenset({
     "a mixture of experts", "post_norms", "an offset of norms", "embedding_scale", "a softcap of logits",
 })  # fmt: skip
 """The names of `ModelSpec.features` that the Triton kernels compute, or leave to torch where they are functions of rows. A
-model with others is computed by torch alone."""
+model with other features is computed by torch alone."""
 CPU_PROMPT_TOKENS: Final = 128
-"""Tokens that show at which speed a CPU computes prompts. 512 of them take four times as long and show no other speed."""
+"""The number of tokens that shows the speed at which a CPU computes prompts. 512 tokens take four times as long and show the
+same speed."""
 ReadWeights = Callable[[torch.dtype, torch.device], WeightSource]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A step that was launched. `ModelRunner.collect` takes it; nobody else looks inside.
+    """A step that was launched. Only `ModelRunner.collect` reads its fields.
 
     best: [rows] int64 on the CPU, the tokens of a step of plainly greedy rows, once `written` has passed; None: `drawn` holds
     the tokens. written: the event after the step's last work on the device; None: nothing is pending.
@@ -104,7 +105,7 @@ class ModelRunner:
         self._why = why
 
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
-        """Return steps that together need as much memory as any step. Execute them only while nobody uses the pool."""
+        """Return steps that together need at least as much memory as any step. Execute them only while the pool is unused."""
         limits = self._limits(config)
         if not isinstance(self._model, native.NativeDecoder):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
@@ -114,7 +115,7 @@ class ModelRunner:
     def prompt_step(self, config: EngineConfig) -> StepPlan:
         """Return a step of one prompt that shows at which speed prompts are computed.
 
-        On a GPU, it has as much of a prompt as a step may have. Execute it only while nobody uses the pool.
+        On a GPU, it has as many tokens of a prompt as a step may have. Execute it only while the pool is unused.
         """
         return prompt_step(self._limits(config), None if self._on_cuda else CPU_PROMPT_TOKENS)
 
@@ -130,7 +131,7 @@ class ModelRunner:
         """Load the weights of `directory` and allocate the KV pool. Sets torch's number of threads for the whole process.
 
         `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
-        `progress` is told the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
+        `progress` gets the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
         """
 
         sources: list[TensorSource] = []  # not the weights: these would keep the embedding twice
@@ -184,7 +185,7 @@ class ModelRunner:
 
         pool_tokens: the number of tokens that limits max_model_len; None means the longest sequence that the pool takes.
         """
-        with torch.inference_mode(False):  # the pool is an ordinary tensor, which others may change
+        with torch.inference_mode(False):  # the pool is an ordinary tensor, which other code may change
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
             limits = (config.max_num_seqs, config.batched_tokens(device.type))
             most = [group.most_useful(*limits) for group in spec.groups]
@@ -225,10 +226,10 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Pending:
         """Start the step of a plan: it computes the plan, writes its KV, and draws a token for each of its samples.
 
-        On a CPU nothing is pending: the step is done when this returns. On a GPU the step is queued. A step in which all
-        rows are plainly greedy, or none is drawn, is not waited for here; a step with other rows waits for its draws here.
-        `collect` must follow before the next launch. Raises `OutOfMemory` or `OutOfThreads`, as `collect` does; the KV that
-        the step has written by then is unusable.
+        On a CPU nothing is pending: the step is done when this returns. On a GPU the step is queued. If all rows are plainly
+        greedy, or no row draws a token, this method does not wait for the step; otherwise it waits for the step's draws.
+        `collect` must follow before the next launch. Raises `OutOfMemory` or `OutOfThreads`, as `collect` does; the KV that the
+        step has written by then is unusable.
         """
         if not plan.slices:
             return Pending(plan, [])
@@ -272,7 +273,7 @@ class ModelRunner:
         return pending.drawn if pending.best is None else [(token_id, None) for token_id in pending.best.tolist()]
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Launch a plan and collect its tokens at once, where nothing else is to be done meanwhile."""
+        """Launch a plan and collect its tokens at once, for callers without other work in between."""
         return self.collect(self.launch(plan))
 
     def take_memory(self, plan: StepPlan) -> None:
@@ -298,7 +299,7 @@ def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
 
 
 def _model(card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
-    """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled one does not run.
+    """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled model does not run.
 
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
     """
@@ -357,7 +358,7 @@ def _recorded(
 
 
 def _why_no_cuda() -> str:
-    """Return what to look at on a machine whose GPU cannot be used, and how to do without."""
+    """Return advice for a machine whose GPU cannot be used: what to check, and how to work without a GPU."""
     without = "or compute on the CPU (--gpus 0, or num_gpus 0 and device cpu)"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install one with it, {without}"

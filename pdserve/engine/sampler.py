@@ -2,7 +2,7 @@
 
 Each row goes through these steps. Its log-probabilities are taken where they are asked for. Then bias, penalties, bans and
 the mask of its grammar are applied. Then a greedy row takes the largest logit; other rows apply temperature, top-k, top-p and
-min-p, each to the renormalised result of the one before. The remaining ids are ordered by id, and the draw `uniform(seed,
+min-p, each to the renormalised result of the step before. The remaining ids are ordered by id, and the draw `uniform(seed,
 output_index)` is inverted through their cumulative sum. So a row's token depends only on its logits and its `SampleSpec`.
 When probabilities are equal at the edge of a filter, lower ids are kept first.
 
@@ -125,7 +125,7 @@ def _take(logits: Tensor, specs: list[SampleSpec]) -> list[Sampled]:
 
 
 def _logprobs(raw: Tensor, ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """Return the log-probabilities of each row: those of its id and of its `counts[i]` most likely ids.
+    """Return the log-probabilities of each row, for its id and for its `counts[i]` most likely ids.
 
     raw: [rows, vocab], the logits before any edit.
     """

@@ -1,9 +1,9 @@
 """Memory checks of a worker between loading and its first request.
 
-First the largest steps take their memory. Then it is known, and compiled code keeps it. One more step then tells the speed
-at which prompts are computed, so that placement can weigh a worker before its first request. Then there must be enough memory
-for the whole KV pool. Then, on a CPU, every page of the pool is touched. Untouched pages would be cheaper while a worker
-idles, but the worker would be killed under load if another process had taken the memory meanwhile.
+First the largest steps take their memory. Then their need is known, and compiled code keeps the memory. One more step then
+shows the speed at which prompts are computed, so that placement can weigh a worker before its first request. Then there must be
+enough memory for the whole KV pool. Then, on a CPU, every page of the pool is touched. Untouched pages would be cheaper while a
+worker idles, but the worker would be killed under load if another process had taken the memory in the meantime.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig, taken: Taken) -> Settled
     most_tokens = max(plan.num_tokens for plan in plans)
     slowest_s = max(
         slowest_s, prompt_s * most_tokens / prompt.num_tokens
-    )  # compiled code has computed one layer of those steps
+    )  # compiled code has computed only one layer of these steps
     return Settled(step_bytes, slowest_s, prompt.num_tokens, prompt_s)
 
 

@@ -33,8 +33,8 @@ class Way:
 def ways_of(spec: ModelSpec, *, device: torch.device | None = None, dtype: str = "bfloat16", kv_dtype: str = "") -> list[Way]:
     """Return all ways, the preferred way of an engine first.
 
-    device: the device of the engine; None asks only what is computed at all, each way on a device of its own. dtype,
-    kv_dtype: names of a `KvGroup`; empty: the same as `dtype`.
+    device: the device of the engine; None: return every way that exists, each on its own device. dtype, kv_dtype: names of a
+    `KvGroup`; empty: the same as `dtype`.
     """
     compiled = _compiled_obstacle(spec, device or torch.device("cpu"), dtype, kv_dtype or dtype)
     lacking = decoder.obstacle(spec)
@@ -46,7 +46,7 @@ def ways_of(spec: ModelSpec, *, device: torch.device | None = None, dtype: str =
 def _compiled_obstacle(spec: ModelSpec, device: torch.device, dtype: str, kv_dtype: str) -> str | None:
     try:
         kv = spec.kv_spec(16, kv_dtype)
-        pool = KvPool(kv, kv.block_bytes, device, TORCH_DTYPES[dtype])  # one block, since only its layout is asked for
+        pool = KvPool(kv, kv.block_bytes, device, TORCH_DTYPES[dtype])  # one block, since only the layout is needed
     except ConfigError as exc:
         return exc.message
     return native.obstacle(spec, pool)

@@ -1,8 +1,8 @@
 """Attention over a bounded number of positions at a time, for backends that copy KV out of the pool.
 
-The size of such a copy grows with the positions of a step. The pool does not bound that number: sequences that begin
-alike share blocks, so 64 sequences may attend to 64 times as many positions as the pool holds. This module splits a step
-into turns of whole sequences, each with as many as stay under the bound. An ordinary batch is one turn and costs nothing
+The size of such a copy grows with the positions of a step. The pool does not bound that number: sequences that begin alike
+share blocks, so 64 sequences may attend to 64 times as many positions as the pool holds. This module splits a step into turns
+of whole sequences. Each turn has as many sequences as stay under the bound. An ordinary batch is one turn and costs nothing
 extra.
 """
 
@@ -42,7 +42,7 @@ class BoundedAttention(Generic[Prepared]):
     def __init__(
         self, inner: Attention[Prepared], scores: Scores | None = None, *, most_positions: int = MOST_POSITIONS
     ) -> None:
-        """Bound the turns of `inner`. scores: the settings of `inner`, whose window tells which positions it copies."""
+        """Bound the turns of `inner`. scores: the settings of `inner`; their window decides which positions it copies."""
         self._inner = inner
         self._scores = scores
         self._most = most_positions

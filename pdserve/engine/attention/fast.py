@@ -7,8 +7,8 @@ bfloat16 (in brackets: torch's fused kernel on the same gathered blocks): 32 dec
 (1.58), a prompt of 512 tokens 2.2 ms (7.6). The price is that scores are rounded to the model's dtype, as in the eager
 reference implementation.
 
-A sliding window cuts what a call gathers: it begins at the block of the first position that one of its tokens sees. Blocks in
-front of this one are not read.
+A sliding window cuts what a call gathers: it begins at the block of the first position that one of its tokens sees. Earlier
+blocks are not read.
 """
 
 from __future__ import annotations

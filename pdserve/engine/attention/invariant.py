@@ -10,9 +10,9 @@ Single tokens of all sequences are computed together. They are sorted by length,
 an i-th tile are always the first ones. Prompts are computed in pieces that lie within one tile, so only the last tile of
 a piece needs a mask.
 
-With a sliding window a row begins at the tile of the first position that it sees. Tiles in front of it are not read, and
-blocks in front of it are replaced. Tokens of one piece begin in at most two tiles, and the later ones hide the whole first
-tile: its weights are 0, so it adds 0 to sums of 0 and changes no bit.
+With a sliding window a row begins at the tile of the first position that it sees. Tiles in front of it are not read, and blocks
+in front of it are replaced. Tokens of one piece begin in at most two tiles. For the later tokens the whole first tile is
+hidden: its weights are 0, so it adds 0 to sums of 0 and changes no bit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pdserve.engine.layers.elementwise import exp_fixed, softcap_fixed
 BASE_ROWS: Final = 32
 KV_TILE_TOKENS: Final = 64
 """Size of a tile, rounded down to whole blocks; at least one block. The last tile of a sequence is gathered whole, so large
-tiles waste work on short sequences, and small tiles need many rounds. The time of a float32 step, relative to an ordinary
-step, with 64 and with 128: 32 sequences at 129 positions 1.26 and 1.41; 8 sequences at 1,000 positions 1.31 and 1.16."""
+tiles waste work on short sequences, and small tiles need many rounds. The time of a float32 step, relative to an ordinary step,
+with tiles of 64 and of 128: 32 sequences at 129 positions 1.26 and 1.41; 8 sequences at 1,000 positions 1.31 and 1.16."""
 PROBE_SEQUENCES: Final = 5
 _LOWEST: Final = torch.finfo(torch.float32).min
 
@@ -44,9 +44,9 @@ _LOWEST: Final = torch.finfo(torch.float32).min
 class Round:
     """One tile of positions for each of the first `count` sequences of a group.
 
-    first: the index of the first sequence's tile among all KV tiles of the step. hidden: [last, 1, rows or 1, positions]
-    bool, true for positions that a row may not see. It covers the last sequences of the round, at least those with hidden
-    positions; rows of the others see the whole tile. None means that there is no such sequence.
+    first: the index of the first sequence's tile among all KV tiles of the step. hidden: [last, 1, rows or 1, positions] bool,
+    true for positions that a row may not see. It covers the last sequences of the round, at least the sequences with hidden
+    positions; rows of the other sequences see the whole tile. None means that there is no such sequence.
     """
 
     first: int
@@ -178,7 +178,8 @@ class InvariantAttention:
     def _singles(self, spans: list[Span], tiles: list[tuple[Span, int]], total: int) -> AttentionGroup:
         """Return the group of all single tokens.
 
-        spans: those of most tiles first. Their tiles are appended to `tiles`: the first of all, then the second, and so on.
+        spans: spans with the most tiles first. Their tiles are appended to `tiles`: the first tile of each span, then the
+        second tile of each, and so on.
         """
         rounds = []
         counts = [self._tiles_of(span) for span in spans]
@@ -242,8 +243,8 @@ class InvariantAttention:
     def _stale(self, sources: list[list[int]], ends: list[int]) -> Tensor:
         """Return `AttentionWork.stale`: positions that the sequence has not written, which may hold anything, even NaN.
 
-        These are the rest of its last block, wherever this block stands. sources: those of each tile. ends: the position after
-        the last token of each tile's sequence.
+        These are the rest of its last block, wherever this block stands. sources: the sources of each tile. ends: the position
+        after the last token of each tile's sequence.
         """
         size = self._kv.layout.block_size
         first = torch.tensor(sources, device=self._device).unsqueeze(-1) * size
@@ -254,7 +255,7 @@ class InvariantAttention:
     def _sources(self, span: Span, tile: int) -> list[int]:
         """Return the indices, in the block table of a sequence, of the blocks that are gathered for a tile.
 
-        Blocks that no token sees, in front of the window and behind the end, are replaced by the first that one sees.
+        Blocks that no token sees, in front of the window and behind the end, are replaced by the first block that a token sees.
         """
         size = self._kv.layout.block_size
         first, behind = self._scores.first_seen(span.start) // size, ceil_div(span.end, size)

@@ -51,9 +51,9 @@ class HostTables:
 class TritonStep:
     """One step as the kernels read it.
 
-    tables: [decodes + prompts, width] int32, those of the decodes first. rows, ends: [decodes] int32. tiles: [tiles, 4]
-    int32. splits: the number of parts that the decode kernel cuts a sequence into. host: where the tables of a fixed step
-    are copied from; None for other steps.
+    tables: [decodes + prompts, width] int32, the tables of the decodes first. rows, ends: [decodes] int32. tiles: [tiles, 4]
+    int32. splits: the number of parts that the decode kernel cuts a sequence into. host: the memory from which the tables of a
+    fixed step are copied; None for other steps.
     """
 
     tables: Tensor

@@ -151,14 +151,14 @@ def sort_pairs(experts: Tensor, count: int, rows: int, real: Tensor | None = Non
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """Return a bound of the tiles: each expert has at most one that is not full."""
+    """Return a bound of the tiles: each expert has at most one tile that is not full."""
     return pairs // rows + min(experts, pairs)
 
 
 def product_tile(pairs: int, experts: int, dtype: torch.dtype, *, gated: bool) -> Product:
     """Return the tile of a product, chosen for Hopper, with as many rows as an expert has pairs on average.
 
-    A gated program has two sums, so it has half of the columns: its tile of the result is as large.
+    A gated program has two sums, so it has half of the columns: both kinds of program hold equally many numbers.
     """
     rows = min(128, max(16, next_power_of_2(-(-pairs // experts))))
     if dtype is torch.float32:
@@ -190,7 +190,7 @@ class GroupedExperts:
         """Return total plus the weighted results of the experts of each row: [rows, hidden] in x's dtype.
 
         x: [rows, hidden], contiguous. experts, weights: [rows, experts_per_token] int64 and float32. total: [rows, hidden]
-        float32. real: [] int64 on the device: only so many rows go to experts; the others give `total`.
+        float32. real: [] int64 on the device: only this many rows go to experts; the other rows give `total`.
         """
         spec, pairs = self._spec, experts.numel()
         if pairs == 0:

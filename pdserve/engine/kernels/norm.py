@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it.
 
-Floor: the bytes moved. The fused kernel reads a row of the residual stream and one of the branch, and writes two rows:
+Floor: the bytes moved. The fused kernel reads a row of the residual stream and a row of the branch, and writes two rows:
 4 * hidden * element size. Addition and norm in two kernels would move 5 * hidden, and a norm of the branch 2 * hidden more.
 Llama-3-8B in bfloat16, 2,048 rows: 67 MB, 14 us at 4.8 TB/s. With a few rows, the launch is the whole cost (2 to 3 us, less
 in a graph).
@@ -21,8 +21,8 @@ from pdserve.engine.norms import Norm
 def weighed(scaled, weight, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """Return `scaled` times weight + OFFSET, both float32, rounded to DTYPE: float32.
 
-    Without an offset `scaled` is rounded before the weight is applied, as in the Llama reference, and with one only the
-    result is, as in the Gemma reference.
+    Without an offset, `scaled` is rounded before the weight is applied, as in the Llama reference. With an offset, only the
+    result is rounded, as in the Gemma reference.
     """
     if OFFSET == 0:
         result = scaled.to(DTYPE).to(tl.float32) * weight

@@ -32,7 +32,8 @@ def turned(
     """Return heads with their numbers [FIRST, FIRST + TURNED) rotated: the two halves of these, [heads, HALF] each, and the
     other numbers [heads, REST], all float32.
 
-    heads: [heads] pointers to heads of HEAD_DIM numbers. mask: [heads]. cos, sin: [HALF]. weight: [HEAD_DIM], that of the norm.
+    heads: [heads] pointers to heads of HEAD_DIM numbers. mask: [heads]. cos, sin: [HALF]. weight: [HEAD_DIM], the weight of the
+    norm.
     """
     dtype: tl.constexpr = heads.dtype.element_ty
     half = tl.arange(0, HALF)

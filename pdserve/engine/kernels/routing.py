@@ -1,8 +1,8 @@
 """The choice of experts, and the sort of pairs by expert, in one launch each.
 
-A decode step of a few rows takes some microseconds in either form; in torch the same are about thirty launches a layer, as
-long together as the experts of one row. The sort is one program that reads the choice twice, so it is for steps of up to
-MOST_PAIRS pairs, which is 2,048 * 128 comparisons of pairs with experts; larger steps are sorted by torch.
+A decode step of a few rows takes some microseconds in either form; in torch the same work is about thirty launches a layer,
+which together take as long as the experts of one row. The sort is one program that reads the choice twice, so it is for steps
+of up to MOST_PAIRS pairs, which is 2,048 * 128 comparisons of pairs with experts; larger steps are sorted by torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_SUM = tl.constexpr(1e-20)  # as in torch, see `pdserve.engine.layers.moe`
 
 @triton.jit
 def best(ranks, among, index, NONE: tl.constexpr):
-    """Return the index of the largest number among those where `among` is true, the lowest of equal ones.
+    """Return the index of the largest number where `among` is true, the lowest index among equal numbers.
 
     index: the places, below NONE, which is returned when there is none.
     """
@@ -138,7 +138,7 @@ def route(spec: MoeSpec, outputs: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 
 
 def sort_few(experts: Tensor, count: int, rows: int, tiles_count: int, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of `experts.Sorted` for at most MOST_PAIRS pairs. The places of pairs that count not are undefined.
+    """Return the fields of `experts.Sorted` for at most MOST_PAIRS pairs. The places of pairs that do not count are undefined.
 
     The arguments are those of `experts.sort_pairs`, and the number of tiles.
     """

@@ -1,4 +1,4 @@
-"""The shape of an attention as its kernels are compiled for it, with the pool that it reads."""
+"""The shape of an attention, for which its kernels are compiled, with the pool that it reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KernelShape:
 
     @property
     def main(self) -> int:
-        """The numbers of a key that one matrix product takes. The rest of a latent key takes a second one."""
+        """The numbers of a key that one matrix product takes. The rest of a latent key takes a second product."""
         return self.v_dim if self.latent else self.qk_dim
 
     @property
@@ -60,8 +60,8 @@ class KernelShape:
     def factors(self) -> tuple[float, float]:
         """The factor of a raw score, and the factor after the tangent hyperbolic; the results are in units of log2.
 
-        Without a softcap there is no second factor, and it is 0. With one, the first factor is that of 2 * s / c, as the
-        exponential within the tangent takes it.
+        Without a softcap there is no second factor, and it is 0. With a softcap, the first factor turns s into 2 * s / c, the
+        argument of the exponential within the tangent.
         """
         scale = self.scale if self.scale is not None else 1.0 / math.sqrt(self.qk_dim)
         if self.softcap is None:

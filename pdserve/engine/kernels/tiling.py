@@ -58,7 +58,7 @@ def decode_tiling(shape: KernelShape, dtype: torch.dtype) -> Tiling:
     """Return the tiling of decode: one token, so a row for each head of the group, at least the 16 of a tensor core.
 
     128 dimensions, bfloat16: two tiles of K and V are being loaded or used, which is 64 KiB, and each of 128 threads has at
-    most 128 registers, so three programs fit on a multiprocessor. `choose_splits` gives it two. When each of them loads one
+    most 128 registers, so three programs fit on a multiprocessor. `choose_splits` gives it two. When each program loads one
     tile, 64 KiB are on their way; 4.8 TB/s at a latency of 1 us need 36 KiB a multiprocessor.
     """
     if shape.latent:

@@ -1,12 +1,12 @@
 """Multi-head latent attention in its absorbed form (DeepSeek-V2, section 2.1.2). It satisfies `AttentionPart`.
 
-A token stores one normed latent vector of kv_rank numbers and one rotated key of rope_dim numbers, which all heads share.
-The expansion kv_b would make a key and a value of each head from the latent vector. Its rows of the key are multiplied into
-the query instead, and its rows of the value into the result. So attention is that of one KV head of kv_rank + rope_dim
-numbers, whose first kv_rank numbers are the value as well, and nothing is expanded for the positions before.
+A token stores one normed latent vector of kv_rank numbers and one rotated key of rope_dim numbers, which all heads share. The
+expansion kv_b would make a key and a value of each head from the latent vector. Its rows of the key are multiplied into the
+query instead, and its rows of the value into the result. So attention has one KV head of kv_rank + rope_dim numbers, whose
+first kv_rank numbers are the value as well, and the keys and values of earlier positions are never expanded.
 
-DeepSeek-V3 stores 576 numbers for each token and layer. Expanded keys and values of 128 heads would be 40,960. The price is
-arithmetic: a query head and a position take 2 * (576 + 512) operations, instead of 2 * (192 + 128).
+DeepSeek-V3 stores 576 numbers for each token and layer. Expanded keys and values of 128 heads would be 40,960 numbers. The
+price is arithmetic: a query head and a position take 2 * (576 + 512) operations, instead of 2 * (192 + 128).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class LatentPart:
         self.attended_width = spec.heads * spec.kv_rank
 
     def before(self, normed: Tensor) -> tuple[Tensor]:
-        """Return heads in one tensor, [rows, (heads + 1) * (kv_rank + rope_dim)]: absorbed queries, then what is stored.
+        """Return heads in one tensor, [rows, (heads + 1) * (kv_rank + rope_dim)]: absorbed queries, then the numbers that are
+        stored.
 
         The last rope_dim numbers of each head are still to be rotated. normed: [rows, hidden].
         """

@@ -1,6 +1,6 @@
 """The product y = x W^T, with a bias where there is one, and the schemes by which its weight is laid out once for its device.
 
-This is the one place that knows how packed weights are made: a layer of the model holds a `Linear` and asks no further.
+Only this file knows how packed weights are made: a layer of the model holds a `Linear` and needs to know no more.
 
 On x86 CPUs oneDNN with a prepacked weight is 1.3 to 3 times faster than `F.linear`. Its two operators are private to torch,
 so they are tried once, and `F.linear` is used when they are missing. In float32, oneDNN sums all products of an output one
@@ -32,11 +32,11 @@ except for the whole width."""
 HEAD: Final = 4
 """The number of the head among the weights of `pdserve_model_weight` in abi.h."""
 ROUTER: Final = 5
-"""The number of the router there. Its weights are not rounded to fewer bits, because it decides."""
+"""The number of the router in abi.h. Its weights are not rounded to fewer bits, because it decides."""
 ABSORB: Final = 9
 EXPAND: Final = 10
-"""The numbers of the two parts of latent attention's expansion there. Their weights are not rounded to fewer bits: they are
-9 % of DeepSeek-V3's attention, and the numbers of a head need not be a multiple of those that share a scale."""
+"""The numbers of the two parts of latent attention's expansion in abi.h. Their weights are not rounded to fewer bits: they are
+9 % of DeepSeek-V3's attention, and the width of a head need not be a multiple of the group of weights that share a scale."""
 
 Multiply = Callable[[Tensor], Tensor]
 """Function of a contiguous x [rows, in_features] that returns [rows, out_features] of the same dtype and device."""
@@ -108,7 +108,7 @@ class CompiledScheme:
 COMPILED_SCHEMES: Final = {
     None: CompiledScheme("bf16", bits=16, head_bits=16),
     "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64, rate=2.0),  # 64 activations share a scale
-    # A head of 4 bits costs SmolLM2 5 % of perplexity, one of 8 none. 32 weights share a scale.
+    # A head of 4 bits costs SmolLM2 5 % of perplexity, a head of 8 bits costs nothing. 32 weights share a scale.
     "int4": CompiledScheme("int4", bits=4, head_bits=8, multiple=64, scale_bits=32 / 32),
 }
 """The schemes of the compiled code by the setting `quantization`."""

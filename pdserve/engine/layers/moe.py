@@ -1,10 +1,10 @@
 """A mixture of experts in torch: the router of `MoeSpec`, the gathered rows of each expert, and the sum of their results.
 
 The choice, the router's scores and the weights of a row are functions of this row alone. An expert multiplies the rows of all
-tokens that chose it. `Rows` cuts them into calls as it cuts a batch, so in batch-invariant mode their number changes no bits.
-The results of a row are summed in float32: first that of the shared expert, then those of its experts, in ascending order.
-The reference sums experts in this order too. To sum them in the order of their weights would cost a second gather and gain
-nothing.
+tokens that chose it. `Rows` cuts them into calls as it cuts a batch, so in batch-invariant mode the number of these rows
+changes no bits. The results of a row are summed in float32: first the result of the shared expert, then the results of its
+experts, in ascending order. The reference sums experts in this order too. To sum them in the order of their weights would cost
+a second gather and gain nothing.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def rotate(x: Tensor, table_rows: Tensor) -> Tensor:
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Scale the frequencies as Llama 3.1 does: divide those of long wavelengths, keep short ones, blend between them."""
+    """Scale the frequencies as Llama 3.1 does: divide frequencies of long wavelengths, keep those of short wavelengths, and
+    blend in between."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -63,11 +64,11 @@ def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """Scale the frequencies by YaRN: a ramp over their indices goes from those that are kept to those that are divided."""
+    """Scale the frequencies by YaRN: a ramp over their indices goes from the kept frequencies to the divided frequencies."""
     count = len(frequencies)
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency that makes so many turns within the original positions."""
+        """Return the index of the frequency that makes this number of turns within the original positions."""
         return count * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)

@@ -1,11 +1,11 @@
 """The cut of per-token work into calls: all rows at once, or tiles whose row counts are known to give the same bits.
 
 Matrix products and vectorised loops choose their kernel, thread split and scalar tail by shape. So the last bits of a row
-depend on the number of rows that are computed with it, but not on its place among them or on its neighbours. One row count
-for every call is batch-invariant, but then a single token costs as much as a full tile. Most kernels sum in one order for
-many row counts (MKL's float32 products for all multiples of 4, oneDNN's bfloat16 products for all counts). So when a model
-is loaded, the counts of `CANDIDATES` are tried on its own functions, and those that give the bits of tiles of TILE_ROWS are
-used too. A different order shows in about half of all numbers, so a few rows are enough to decide.
+depend on the number of rows that are computed with it, but not on its place among them or on its neighbours. One row count for
+every call is batch-invariant, but then a single token costs as much as a full tile. Most kernels sum in one order for many row
+counts (MKL's float32 products for all multiples of 4, oneDNN's bfloat16 products for all counts). So when a model is loaded,
+the counts of `CANDIDATES` are tried on its own functions, and the counts that give the same bits as tiles of TILE_ROWS are used
+too. A different order shows in about half of all numbers, so a few rows are enough to decide.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class TiledRows:
 
 
 def cut(count: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the row counts of the calls for `count` rows: large ones first, then one call for the last rows.
+    """Return the row counts of the calls for `count` rows: large calls first, then one call for the last rows.
 
     Only the last call may be larger than its rows, so the sum is at least `count`. Cutting this sum again gives the same sum.
-    sizes: the allowed counts, ascending; they contain TILE_ROWS, and those above it are multiples of it.
+    sizes: the allowed counts, ascending; they contain TILE_ROWS, and all larger counts are multiples of it.
     """
     pieces = []
     while count > TILE_ROWS:

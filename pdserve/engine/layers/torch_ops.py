@@ -56,11 +56,11 @@ class Ops(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, write K and V of one layer to the pool, and return q [tokens, num_heads, qk_dim].
 
-        projected: [tokens, (num_heads + num_kv_heads) * qk_dim + num_kv_heads * v_dim], q then k then v. table_rows:
-        [tokens, 2, dim], rows of `rope_table`; the first dim numbers of a head are rotated. slots: the result of
-        `KvCache.slots`. A pool of one plane takes heads of one width: q, then the one that is stored. The last dim numbers of
-        each are rotated. norms: applied to each head of queries and keys first, where `norms_heads` is true. The result may
-        be a view of `projected`, which may have changed.
+        projected: [tokens, (num_heads + num_kv_heads) * qk_dim + num_kv_heads * v_dim], q then k then v. table_rows: [tokens,
+        2, dim], rows of `rope_table`; the first dim numbers of a head are rotated. slots: the result of `KvCache.slots`. A pool
+        of one plane takes heads of one width: q, then the stored head. The last dim numbers of each head are rotated. norms:
+        applied to each head of queries and keys first, where `norms_heads` is true. The result may be a view of `projected`,
+        which may have changed.
         """
 
 

@@ -1,8 +1,8 @@
 """The digest of a checkpoint's tensors, over every byte that the model is made of, computed while they are copied.
 
 It is taken from the mapped memory that the copy reads, so it names the numbers that were loaded, not a file that may have been
-replaced since. It does not depend on how the tensors are cut into files, nor on the order in which they are read. Nothing of it
-is stored: a digest kept by path, size and time would be right only until somebody changes a byte and keeps these.
+replaced since. It does not depend on how the tensors are cut into files, nor on the order in which they are read. The digest is
+not stored: a digest stored by path, size and time would be wrong once a byte changes while these three stay the same.
 
 SHA-256 takes a core 0.6 s for each GB, if it has instructions for it. Threads take large tensors in pieces, while the copy
 and its cast run beside them.
@@ -21,7 +21,7 @@ from torch import Tensor
 from pdserve.core.block_hash import encode_parts
 
 PIECE_BYTES: Final = 1 << 24
-"""A thread takes so many bytes at a time, about 10 ms of work. The digest depends on it, so a change is another digest."""
+"""The number of bytes that a thread takes at a time, about 10 ms of work. The digest depends on this number."""
 MAX_THREADS: Final = 8  # at 1.6 GB/s each they are faster than most disks
 
 
@@ -35,7 +35,7 @@ class TensorDigests:
         return name in self._tensors
 
     def adding(self) -> Adding:
-        """Return the context in which tensors are added. At its end all of them are digested and no thread is left."""
+        """Return the context in which tensors are added. At its end all tensors are digested and no thread is left."""
         return Adding(self._tensors)
 
     def hexdigest(self) -> str:
@@ -44,7 +44,7 @@ class TensorDigests:
 
 
 class Adding:
-    """Digests tensors on threads of its own. A tensor that was digested before is not digested again."""
+    """Digests tensors on separate threads. A tensor that was digested before is not digested again."""
 
     def __init__(self, tensors: dict[str, bytes]) -> None:
         self._tensors = tensors

@@ -20,12 +20,12 @@ from pdserve.engine.loading.source import Copy
 
 PERIOD: Final = 1_048_573  # a prime number, so that no two rows of a matrix begin at the same place of the table
 _SEED: Final = 20240229
-_SPREAD: Final = 0.25  # of vectors; those of published models spread about as much
+_SPREAD: Final = 0.25  # of vectors; vectors of published models spread about as much
 
 
 class DummyTensors:
-    """Random numbers of a size that keeps activations and logits at a few units: matrices of a deviation of in_features^-0.5,
-    norms around one, without what the model itself adds to them, and other vectors around zero."""
+    """Random numbers of a size that keeps activations and logits at a few units: matrices with a deviation of in_features^-0.5,
+    norms around one (less the number that the model itself adds to them), and other vectors around zero."""
 
     def __init__(self, norms: Set[str], *, offset: float) -> None:
         """`norms` are the names of the norms. The model adds `offset` to each of their numbers."""
@@ -40,7 +40,8 @@ class DummyTensors:
         yield self._copy
 
     def digest(self) -> str:
-        """Return a name of all numbers. The code makes them, and the fingerprint of the model says so."""
+        """Return one name for all numbers. This code makes the numbers, and the fingerprint of the model shows that they are
+        dummies."""
         return "dummy"
 
     def _copy(self, name: str, into: Tensor) -> None:

@@ -17,7 +17,7 @@ from pdserve.engine.loading.digest import TensorDigests
 from pdserve.engine.loading.source import Copy, Shape
 
 FLOATS: Final = ("BF16", "F16", "F32", "F64")
-"""The dtypes that are read, as safetensors names them. Numbers of all others mean nothing without their scales."""
+"""The dtypes that are read, as safetensors names them. Numbers of all other dtypes mean nothing without their scales."""
 _MOST_PROBLEMS: Final = 8
 _MOST_NAMES: Final = 4
 
@@ -45,8 +45,8 @@ class CheckpointFiles:
         """Read the headers of all files and check them.
 
         expected: the shape of each tensor that will be read. unread: tensors that may be there and are not read. ignores:
-        returns True for the name of such a tensor. Raises `ConfigError` naming missing, unexpected and misshapen tensors, those
-        in two files, those whose dtype is not read, or the file that cannot be read or is cut off.
+        returns True for the name of such a tensor. Raises `ConfigError` naming missing, unexpected and misshapen tensors,
+        tensors in two files, tensors whose dtype is not read, or the file that cannot be read or is cut off.
         """
         self._headers: dict[str, _Header] = {}
         self._expected = tuple(expected)
@@ -72,8 +72,8 @@ class CheckpointFiles:
 
     @contextmanager
     def opened(self) -> Iterator[Copy]:
-        """Return the function that copies tensors out of the files, which are closed at the end of the context. What is
-        copied is digested meanwhile, and the end waits for that."""
+        """Return the function that copies tensors out of the files, which are closed at the end of the context. Copied tensors
+        are digested at the same time, and the end of the context waits for that."""
         with self._reading() as read:
 
             def copy(name: str, into: Tensor) -> None:
@@ -82,7 +82,7 @@ class CheckpointFiles:
             yield copy
 
     def digest(self) -> str:
-        """Return the digest of all expected tensors. Those that nobody has copied yet are read now."""
+        """Return the digest of all expected tensors. Tensors that were not copied yet are read now."""
         with self._reading() as read:
             for name in self._expected:
                 if name not in self._digests:

@@ -17,8 +17,8 @@ class ReadPart(Protocol):
     def __call__(self, *parts: str, experts: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the parts.
 
-        experts: the number of experts, which become the first dimension; None: the parts belong to no expert. dtype: None
-        means that of the model.
+        experts: the number of experts, which become the first dimension; None: the parts belong to no expert. dtype: None means
+        the model's dtype.
         """
 
 

@@ -27,7 +27,7 @@ def stream_weights(
 ) -> StreamedWeights:
     """Check the weights of a checkpoint in `directory`, and return them so that they are read when they are taken.
 
-    Raises `ConfigError` naming missing, unexpected and misshapen tensors, those of a dtype that is not read, or the file that
+    Raises `ConfigError` naming missing, unexpected and misshapen tensors, tensors of a dtype that is not read, or the file that
     cannot be read.
     """
     names, spec = card.tensors, card.spec

@@ -17,7 +17,7 @@ class TensorSource(Protocol):
     """The tensors of one model by their names."""
 
     def opened(self) -> AbstractContextManager[Copy]:
-        """Return the function that copies tensors. What it opens is closed at the end of the context."""
+        """Return the function that copies tensors. Files that it opens are closed at the end of the context."""
 
     def digest(self) -> str:
         """Return a name of all numbers of the model: another byte gives another name."""

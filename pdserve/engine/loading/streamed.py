@@ -21,7 +21,7 @@ from pdserve.engine.loading.source import Copy, Shape, TensorSource
 from pdserve.engine.models.weights import LayerWeights, ModelWeights
 
 LOADING = "loading weights"
-"""The words by which progress is told, with bytes as its units."""
+"""The words by which progress is reported, in bytes."""
 
 
 class StreamedWeights:
@@ -36,7 +36,7 @@ class StreamedWeights:
         device: torch.device,
         progress: Progress = silent,
     ) -> None:
-        """Prepare to read; nothing is read yet. `progress` is told the bytes of the model's dtype."""
+        """Prepare to read; no tensor is read yet. `progress` gets the bytes in the model's dtype."""
         self._names, self._spec, self.source = names, spec, source
         self._dtype, self._device = dtype, device
         self._shapes: dict[str, Shape] = names.shapes(spec)
@@ -97,7 +97,8 @@ class StreamedWeights:
         return joined[0] if experts is None else joined
 
     def _join(self, copy: Copy, names: Sequence[Sequence[str]], dtype: torch.dtype) -> Tensor:
-        """Return the named tensors in new memory: those of each list one below the other, and the lists in a new dimension."""
+        """Return the named tensors in new memory: the tensors of each list are stacked along the rows, and the lists along a
+        new dimension."""
         rows = sum(self._shapes[name][0] for name in names[0])
         joined = torch.empty(len(names), rows, *self._shapes[names[0][0]][1:], dtype=dtype, device=self._device)
         for place, below in zip(joined, names, strict=True):
@@ -112,7 +113,7 @@ class StreamedWeights:
 
 
 class _Layers:
-    """The layers of streamed weights. Each access reads one anew."""
+    """The layers of streamed weights. Each access reads a layer anew."""
 
     def __init__(self, count: int, read: Callable[[int], LayerWeights]) -> None:
         self._count = count

@@ -78,8 +78,8 @@ def check_device(*, free: int, later: int) -> None:
 def check_host(*, available: int, weights: int, pool: int, step: int, later: int = 0) -> None:
     """Refuse to start when memory would run out later, so that the worker is not killed.
 
-    available: bytes that are free. The others are bytes that are still to be taken; `later` is for peers that store KV in
-    other dtypes. Raises `ConfigError` naming the settings to change.
+    available: bytes that are free. The other arguments are bytes that are still to be taken; `later` is for peers that store KV
+    in other dtypes. Raises `ConfigError` naming the settings to change.
     """
     needed = weights + pool + step + later + REST_BYTES
     if needed > available:

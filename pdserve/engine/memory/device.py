@@ -52,7 +52,7 @@ class CudaDevice:
 
 
 Trial = Callable[[int], Iterable[Callable[[], object]]]
-"""Function that builds the model on a pool of so many bytes and returns the steps to measure, one after the other."""
+"""Function that builds the model on a pool of the given bytes and returns the steps to measure, one after the other."""
 
 
 class PoolMeasure:
@@ -96,8 +96,8 @@ class PoolMeasure:
     def _taken(self, trial: Trial, trial_bytes: int) -> int:
         """Return the bytes that building the model takes, plus those of each step.
 
-        The steps are added up, because a real step may need the memory of two of them at once. The allocator keeps the memory
-        that it got, so the loss of free memory after a step is the most that the step took.
+        The steps are added up, because a real step may need the memory of two such steps at once. The allocator keeps the
+        memory that it got, so the loss of free memory after a step is the most that the step took.
         """
         device = self._device
         free = device.free()
@@ -118,6 +118,6 @@ def is_memory_error(exc: BaseException) -> bool:
 
 
 def _drop(device: Device) -> None:
-    """Free the memory of the trial, also that of objects in reference cycles."""
+    """Free the memory of the trial, also of objects in reference cycles."""
     gc.collect()
     device.release()

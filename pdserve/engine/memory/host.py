@@ -55,7 +55,7 @@ def return_freed_memory() -> None:
 def touch(address: int, nbytes: int) -> None:
     """Overwrite [address, address + nbytes) with zeros, so that all its pages become resident.
 
-    They are huge pages where the kernel gives them: 256 MiB of pages of 4 KiB take half a second of its time.
+    They are huge pages where the kernel gives them: 256 MiB of pages of 4 KiB take half a second of kernel time.
     """
     first, end = -(-address // HUGE_BYTES) * HUGE_BYTES, (address + nbytes) // HUGE_BYTES * HUGE_BYTES
     if end > first:  # advice only, so its failure changes nothing

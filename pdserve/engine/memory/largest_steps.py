@@ -2,9 +2,9 @@
 
 The memory of a step beside weights and KV grows with its rows and with the rows that draw a token; `_wide` has the most of
 both. Where KV is gathered out of the pool, it also grows with the positions that its tokens attend to; `_long` has the most
-of them. Where a sliding window bounds what one sequence gathers, more sequences share a turn of attention; `_windowed` has
-the most of them. No step needs more than all of these together, so their sum bounds every step. Each of them runs in a
-moment, while a single step with every sequence at the longest context would take seconds.
+positions. Where a sliding window bounds what one sequence gathers, more sequences share a turn of attention; `_windowed` has
+the most sequences in a turn. No step needs more than all of these together, so their sum bounds every step. Each of them runs
+in a moment, while a single step with every sequence at the longest context would take seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 
-LONG_TOKENS: Final = 128  # tokens at the end of a prompt: attention computes prompts in pieces of at most so many
+LONG_TOKENS: Final = 128  # tokens at the end of a prompt: attention computes prompts in pieces of at most this size
 STRADDLE: Final = 64  # positions of a tile of attention: the window of a token at window + STRADDLE - 2 touches the most tiles
 _DRAW: Final = (SampleSpec(SamplingParams(temperature=1.0, top_p=0.999, max_tokens=1, seed=0), 0),)
 
@@ -36,12 +36,12 @@ class StepLimits:
 
     @property
     def sequences(self) -> int:
-        """The largest number of running sequences. It is bounded by the tokens of a step, since each needs one."""
+        """The largest number of running sequences. The tokens of a step bound it, since each sequence needs a token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
-    """Return the largest steps. Run them on a pool that nobody uses: block ids repeat, and they write meaningless KV.
+    """Return the largest steps. Run them on an unused pool: block ids repeat, and the steps write meaningless KV.
 
     gathered: positions whose KV attention copies out of the pool at a time; 0 means that it reads KV in place.
     decode_batches: numbers of single tokens that the backend computes in a special way; each becomes a step at the longest

@@ -16,7 +16,7 @@ from pdserve.engine.kv.span import Span
 class Batch:
     """The tensors of one step.
 
-    The first `tokens` rows of `token_ids` and `positions` count. The others are padding (zeros), which reaches neither KV
+    The first `tokens` rows of `token_ids` and `positions` count. The other rows are padding (zeros), which reaches neither KV
     nor logits.
     """
 

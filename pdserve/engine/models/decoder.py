@@ -172,7 +172,7 @@ class Decoder:
         self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
         firsts = [Norm.of(spec.layers[i].norms, weights.attention_norm(i)) for i in range(1, len(spec.layers))]
-        norms = [*firsts, Norm.of(spec.norm, weights.norm)]  # the one after each layer
+        norms = [*firsts, Norm.of(spec.norm, weights.norm)]  # the norm after each layer
         self._layers = [
             LayerPlace(
                 Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)]
@@ -217,7 +217,7 @@ class Decoder:
         return [(number, mlp.counts.tolist()) for number, mlp in mlps if isinstance(mlp, MoeMlp)]
 
     def _samples(self) -> Iterator[Sample]:
-        """Yield each function of rows once, with inputs. Layers of equal specs have equal shapes, so the first one stands for
+        """Yield each function of rows once, with inputs. Layers of equal specs have equal shapes, so the first layer stands for
         all of them."""
         random = torch.Generator().manual_seed(0)
         device, dtype = self._embedding.device, self._embedding.dtype

@@ -5,8 +5,8 @@ an H200 needs 3.3 ms to read 8B weights in bfloat16. A CUDA graph replays fixed 
 recording has its own inputs, into which a step is copied, and a fixed batch size. Smaller batches are filled up with empty
 rows, which attend to no position and write nothing. Larger batches and batches with prompts run without a recording.
 
-Recordings share one memory pool, because only one runs at a time. A replay may overwrite the result of the one before, so
-a result must be used (in stream order) before the next replay starts.
+Recordings share one memory pool, because only one runs at a time. A replay may overwrite the result of the replay before, so a
+result must be used (in stream order) before the next replay starts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DecodeGraphs:
     ) -> None:
         """Record all batch sizes of `buckets(max_batch)`. The largest comes first, because it needs the most memory.
 
-        attention, caches: those of each KV group.
+        attention, caches: one for each KV group.
         """
         self._model = model
         self._attention = attention

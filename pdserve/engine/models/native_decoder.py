@@ -36,9 +36,9 @@ from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights
 from pdserve.engine.native import library
 from pdserve.engine.native.sampling import PackedRows
 
-LANES: Final = 16  # floats in a vector; gate and up alternate in groups of so many columns
+LANES: Final = 16  # floats in a vector; gate and up alternate in groups of this many columns
 MOST_HEAD_DIM: Final = 640
-KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers are those of abi.h
+KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers equal those in abi.h
 UNEQUAL_LATENTS: Final = "layers that share KV of one shape but have latent vectors of different sizes"
 NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
 COMPUTED: Final = frozenset({
@@ -87,7 +87,7 @@ class NativeDecoder:
     """The compiled decoder as the runner's `Model`.
 
     It copies the weights into the layout of the kernels, except the embedding: one layer at a time, so that a source which
-    reads them meanwhile never holds them all.
+    reads the weights on demand never holds all of them.
     """
 
     computes_in_torch = False
@@ -236,14 +236,14 @@ class NativeDecoder:
         if own.q_a is not None:
             self._take(layer, _QUERY_UP, q)
         keys, values = expansion(spec, own)
-        for head in range(spec.heads):  # all of one kind first, so that a step reads memory from front to back
+        for head in range(spec.heads):  # all tensors of one kind first, so that a step reads memory from front to back
             self._take(layer, ABSORB, keys[head].t(), head)
         for head in range(spec.heads):
             self._take(layer, EXPAND, values[head], head)
         self._take(layer, _ATTENTION_OUT, own.out)
 
     def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, expert: int = 0) -> None:
-        """Copy a gated MLP. which: the number of its gate and up; that of down follows it."""
+        """Copy a gated MLP. which: the number of its gate and up; the next number is that of down."""
         # [2 * width, hidden], gate first, becomes LANES rows of the gate, the same LANES rows of up, and so on.
         gate_up = mlp.gate_up.view(2, -1, LANES, mlp.gate_up.shape[1]).transpose(0, 1).reshape(mlp.gate_up.shape)
         self._take(layer, which, gate_up, expert)
@@ -276,7 +276,7 @@ class NativeDecoder:
 def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     """Return the smallest and the largest number of decodes whose attention is cut into parts with their own memory.
 
-    The rule is that of `plan` in plan.cpp.
+    `plan` in plan.cpp has the same rule.
     """
     most = (4 * torch.get_num_threads() - 1) // num_kv_heads
     return (1, most) if most > 1 else (1,)
@@ -324,7 +324,7 @@ def _product_widths(attention: Attention) -> set[int]:
 
 
 def _widths(spec: ModelSpec, of_attention: Callable[[Attention], set[int]]) -> set[int]:
-    """Return the width of the model, and those of each layer's MLPs and attention."""
+    """Return the width of the model, and the widths of each layer's MLPs and attention."""
     return {
         spec.hidden_size,
         *(layer.mlp.intermediate for layer in spec.layers),

@@ -77,8 +77,8 @@ class Layers(Protocol):
 class WeightSource(Protocol):
     """Weights of a whole model, on their device and in their dtype.
 
-    Each access to a layer, or to the head, may read it anew. So a caller takes each of them once, lays it out, and drops it
-    before it takes the next one.
+    Each access to a layer, or to the head, may read it anew. So a caller takes each layer once, lays it out, and drops it
+    before it takes the next layer.
     """
 
     @property

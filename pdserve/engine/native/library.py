@@ -2,7 +2,7 @@
 
 It is built when pdserve is installed, if there is a compiler (`pyproject.toml`). Its plain C interface takes addresses, so
 it needs none of torch's headers and works with any torch. It has its own threads: torch's OpenMP threads spin after each
-parallel region, which on two cores takes a core away from the next one.
+parallel region, which on two cores takes a core away from the next region.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def open_library(path: Path) -> Found:
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the library; None when none runs here, and then `find` says why."""
+    """Return the library. None: no library runs here, and `find` says why."""
     return find().library
 
 
