@@ -26,7 +26,7 @@ from pdserve.core.errors import ConfigError
 def published_models() -> Mapping[str, Mapping[str, Any]]:
     """Return the models that are known by name: each with its `config` and its `source`.
 
-    refused: the reason why `pdserve up` refuses the published checkpoint, of an entry that has one.
+    refused: the reason why `pdserve up` refuses the published checkpoint, for an entry with such a reason.
     """
     text = (resources.files("pdserve.capacity") / "data" / "models.json").read_text(encoding="utf-8")
     found: dict[str, Mapping[str, Any]] = json.loads(text)

@@ -206,9 +206,10 @@ class Beside:
         return max(low, more, key=self.rate)
 
     def bound(self, batch: float, users: int) -> str:
-        """Tell what keeps this batch from being larger: memory, or what bounds the prompts, or what bounds the decodes.
+        """Tell what keeps this batch from being larger: memory, the bottleneck of the prompts, or the bottleneck of the
+        decodes.
 
-        It is the prompts where they miss their target first, and where they take most of the time.
+        The prompts decide where they miss their target first, and where they take most of the time.
         """
         question, (step, delay) = self.worker.question, self.times(batch)
         late = queue_s(self.prompt_s(batch), 1.01 * self.rate(batch), question.attainment) > question.ttft_s

@@ -111,7 +111,7 @@ class CannotFlip(InvalidRequest):
 
 
 class CannotDrain(InvalidRequest):
-    """The worker is the last one of its role that serves. An operator starts another one first, or forces the drain."""
+    """The worker is the last serving worker of its role. An operator starts another one first, or forces the drain."""
 
     code = ErrorCode.CANNOT_DRAIN
 

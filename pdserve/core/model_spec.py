@@ -60,7 +60,7 @@ RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
 class RopeSpec:
     """Rotary positions. scaling None: positions are not scaled.
 
-    dim: the first so many numbers of a head are rotated; None means all. neighbours: numbers 2i and 2i + 1 are a pair,
+    dim: the number of leading numbers of a head that are rotated; None means all. neighbours: numbers 2i and 2i + 1 are a pair,
     instead of i and i + dim / 2.
     """
 

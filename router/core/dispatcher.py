@@ -262,7 +262,7 @@ class Dispatcher:
         return SendBind(worker.link, request.work(work.handle), remaining_s, local)
 
     def _note_pass(self, worker: Worker) -> None:
-        """Count a request that gets room on a claimed worker before the one that has claimed it."""
+        """Count a request that gets room on a claimed worker before the claiming request."""
         for request in self._claims.values():
             if request.keeps == worker.link and worker.kept_for is not None:
                 request.passed_by += 1

@@ -1,6 +1,6 @@
 """The handoff: a request's way from the reservation on its decode worker to committed KV, as both workers report it.
 
-Prefill starts only after the decode worker has reserved. The decode worker is told which lease it reads as soon as the lease
+Prefill starts only after the decode worker has reserved. The decode worker learns which lease it reads as soon as the lease
 exists and the worker has reserved. In a rebind the lease exists first.
 """
 

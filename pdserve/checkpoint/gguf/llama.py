@@ -84,7 +84,8 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 def llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:
     """Return the divisor of each rotation frequency: [head_dim / 2], float64.
 
-    Llama 3.1 divides the frequencies of long wavelengths by `factor`, keeps those of short ones, with a ramp between.
+    Llama 3.1 divides the frequencies of long wavelengths by `factor`, keeps the frequencies of short wavelengths, and uses a
+    ramp in between.
     """
     low, high = _LLAMA3_REST["low_freq_factor"], _LLAMA3_REST["high_freq_factor"]
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
