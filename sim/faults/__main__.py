@@ -60,7 +60,7 @@ def _show_matrix(matrix: MatrixReport) -> None:
 
 
 def _show(swarm: SwarmReport) -> None:
-    """Show the progress. A failure is printed at once, so that an interrupted run has told what it found."""
+    """Show the progress. A failure is printed at once, so that an interrupted run has shown its findings."""
     if swarm.failed and swarm.failed[-1].seed == swarm.last_seed:
         _end_line()
         print(*failure_lines(swarm.failed[-1]), sep="\n", file=sys.stderr, flush=True)

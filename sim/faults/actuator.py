@@ -1,7 +1,8 @@
-"""An actuator in the simulation: a rolling upgrade by the router's Admin service, planned against what it saw some time ago.
+"""An actuator in the simulation: a rolling upgrade by the router's Admin service, planned by a view of the cluster that is some
+time old.
 
-It restarts each worker of the first membership once, one after the other. Two of them may run, as when an actuator is started
-while another one still works: the newer one ends the term of the older one.
+It restarts each worker of the first membership once, one after the other. Two actuators may run, as when an actuator is started
+while another actuator still works: the newer actuator ends the term of the older one.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class RollingUpgrade:
             self.refused += 1
 
     async def _step(self) -> bool:
-        """Look, wait, and drain one worker. Return False when all have restarted."""
+        """Look at the cluster, wait, and drain one worker. Return False when all workers have restarted."""
         report = scaling_pb2.ScalingReport(mode="fixed")
         poll = scaling_pb2.ActuateRequest(actuator=self._name, term=self._term, report=report)
         self._term = (await self._admin.Actuate(poll, Context())).term
         state = await self._admin.GetClusterState(inference_pb2.GetClusterStateRequest(), Context())
         workers = {worker.hello.worker_id: worker for worker in state.workers}
         if set(workers) != set(self._old) or not all(w.ready and not w.draining for w in workers.values()):
-            return True  # somebody restarts: one after the other
+            return True  # a worker restarts: one after the other
         left = [name for name, incarnation in self._old.items() if workers[name].hello.incarnation == incarnation]
         if not left:
             return False
@@ -63,8 +64,8 @@ class RollingUpgrade:
 
 
 class UpgradeWatch:
-    """The promises of rolling upgrades, whoever gives the orders: a worker drains only when all that drained before it serve
-    again, and none drains twice. `old` has the incarnations that may drain."""
+    """The promises of rolling upgrades, whatever the source of the orders: a worker drains only when all earlier drained
+    workers serve again, and no worker drains twice. `old` has the incarnations that may drain."""
 
     def __init__(self, old: Mapping[str, int]) -> None:
         self.old = dict(old)
@@ -73,7 +74,7 @@ class UpgradeWatch:
         self._away: set[str] = set()
 
     def look(self, workers: Iterable[SimWorker], serving: Mapping[str, int]) -> list[str]:
-        """Return what is wrong now, one sentence each. `serving` has the incarnations of the workers that serve."""
+        """Return what is wrong now, one sentence for each problem. `serving` has the incarnations of the workers that serve."""
         self._away = {name for name in self._away if serving.get(name) in (None, self.old[name])}
         found = []
         for worker in workers:
@@ -93,7 +94,7 @@ class Context:
     """The server's end of a call of the Admin service, for a caller in the same process."""
 
     def invocation_metadata(self) -> tuple[()]:
-        """Return no metadata: nobody asks for a token."""
+        """Return no metadata: no server asks for a token."""
         return ()
 
     def peer(self) -> str:

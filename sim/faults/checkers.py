@@ -53,11 +53,11 @@ _STANDING: Final = (
 
 
 def check_outcome(outcome: CallOutcome, *, bound_s: float, had_time: bool = False, unequal: bool = False) -> list[str]:
-    """Check one request: its tokens are the oracle's, in order, none lost and none twice, as far as they came.
+    """Check one request: the tokens that came are the oracle's, in order; no token is lost, and none comes twice.
 
-    A request that ends without an error must have all tokens. `bound_s`: the time by which it must have ended. A request
-    that `had_time` may fail, but not by its deadline, because it would have hung. With `unequal` workers, the one that
-    takes the longest requests may be away, so a request that is too long for the others may be refused.
+    A request that ends without an error must have all tokens. `bound_s`: the time by which it must have ended. A request that
+    `had_time` may fail, but not by its deadline: that would mean that it hung. With `unequal` workers, the worker that takes
+    the longest requests may be away, so a request that is too long for the other workers may be refused.
     """
     ask = outcome.ask
     found = []
@@ -146,9 +146,9 @@ def _left_on(worker: SimWorker) -> list[str]:
 
 
 def unlike_keys(world: World) -> list[str]:
-    """Return the workers of which the router does not know just the blocks that they share. Empty: it knows all.
+    """Return the workers for which the router's record of shared blocks is wrong. Empty: all records are right.
 
-    A router whose index was full has forgotten some.
+    A router whose index was full has forgotten some blocks.
     """
     core, found = world.router.core, []
     forgets = core.prefix_index.evicted > 0

@@ -40,7 +40,7 @@ class ClientAsk:
     leader: str = ""  # the request of which this is another choice, by name
     constraint: Constraint | None = None
     ends_at: int | None = None  # the output token at which it ends its worker; None: it is harmless
-    client: tuple[str, ...] = ()  # the names of its client, connection and call; empty: it is not known
+    client: tuple[str, ...] = ()  # the names of its client, connection and call; empty: the client is unknown
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class CallOutcome:
 
 
 class SimClient:
-    """A client that sends one request, once, to the router that lives then. `task` runs on that router's loop."""
+    """A client that sends one request, once, to the router that lives at that time. `task` runs on that router's loop."""
 
     def __init__(self, ask: ClientAsk, now_s: Callable[[], float]) -> None:
         self.outcome = CallOutcome(ask)
@@ -182,13 +182,13 @@ def with_constraints(asks: list[ClientAsk], rng: random.Random, share: float) ->
 
 
 def with_poison(asks: list[ClientAsk], rng: random.Random, count: int) -> list[ClientAsk]:
-    """Let so many requests end their workers, at their prompts or at one of their tokens."""
+    """Let `count` requests end their workers, at their prompts or at one of their tokens."""
     poison = {ask.name for ask in rng.sample(asks, count)}
     return [replace(ask, ends_at=rng.choice((0, 0, 1, 4, 12))) if ask.name in poison else ask for ask in asks]
 
 
 def with_clients(asks: list[ClientAsk], rng: random.Random, count: int) -> list[ClientAsk]:
-    """Let the requests come from so many clients, with two connections each. 0: nobody knows from whom they come."""
+    """Let the requests come from `count` clients, with two connections each. 0: the clients are unknown."""
     clients = [(f"client{i}", f"connection{j}") for i in range(count) for j in range(2)]
     return [replace(ask, client=(*rng.choice(clients), ask.name)) for ask in asks] if clients else asks
 

@@ -29,8 +29,8 @@ HAND_OVER_S: Final = 0.002  # a message from one thread to another takes at most
 
 
 class Poison:
-    """The requests of clients that end their workers: a worker dies in the step that draws the token `at` of one or a later
-    one. They are told apart by their seeds."""
+    """The requests of clients that end their workers: a worker dies in the step that draws token `at` of such a request, or a
+    later token. Seeds identify these requests."""
 
     def __init__(self) -> None:
         self._from: dict[int, tuple[str, int]] = {}
@@ -74,14 +74,15 @@ class SimMemory:
 
 
 class SimKv:
-    """The memory of a KV pool, by KV group. A token has a tag in each group, which differs from group to group, so that neither
-    a block of another group nor a group that was forgotten goes unnoticed: the tokens that are drawn depend on all tags.
+    """The memory of a KV pool, by KV group. A token has a tag in each group, which differs from group to group, so that a block
+    of another group and a forgotten group are both noticed: the drawn tokens depend on all tags.
 
-    In a group with a sliding window, each token of a slice depends on the tags that it sees there, and on no others.
+    In a group with a sliding window, each token of a slice depends only on the tags that it sees there.
     """
 
     def __init__(self, num_blocks: Sequence[int], windows: Sequence[int | None], rng: random.Random, *, poison: bool) -> None:
-        """Make the memory of a group for each number of blocks. windows: that of each group in tokens; None: it has none."""
+        """Make the memory of a group for each number of blocks. windows: the window of each group in tokens; None: no
+        window."""
         self.groups = tuple(SimMemory(count, rng, poison=poison) for count in num_blocks)
         self._windows = windows
         self.no_numbers = False
@@ -121,8 +122,8 @@ class SimKv:
     def _tags(self, piece: SequenceSlice, end: int, query: int) -> list[int]:
         """Return the tags of tokens [0, end), as the token at position `query` sees them, without what differs between groups.
 
-        Where groups disagree, the tag is wrong, and with it the last one. Every model has a group without a window, which is
-        the first one. Raises AssertionError when the token would see a null entry.
+        Where groups disagree, the tag is wrong, and so is the last tag. Every model has a group without a window, which is the
+        first group. Raises AssertionError when the token would see a null entry.
         """
         found = self._of_group(piece, 0, 0, end)
         for group, window in enumerate(self._windows[1:], start=1):
@@ -266,5 +267,5 @@ class SimEngine:
 
 
 def free_blocks(pool: BlockPools) -> list[set[BlockId]]:
-    """Return the free blocks of each KV group. Their content means nothing."""
+    """Return the free blocks of each KV group. Their content has no meaning."""
     return [set(group._free) for group in pool.groups]

@@ -15,7 +15,7 @@ ALL: Final = (*WORKERS, "router")
 
 
 WRONG_DELTAS: Final = ("number", "key", "digest")
-"""The ways in which a delta is wrong: its number is that of the next one, it lacks a key, or its digest is another."""
+"""The ways in which a delta is wrong: it has the number of the next delta, it lacks a key, or its digest is wrong."""
 
 
 class FaultKind(Enum):
@@ -29,9 +29,9 @@ class FaultKind(Enum):
     NO_NUMBERS = "no_numbers"  # for `lasts_s` the target's logits are not finite numbers
     CUT = "cut"  # for `lasts_s` the paths between `target` and `other` are cut, both ways
     CUT_ONE_WAY = "cut_one_way"  # for `lasts_s` the path from `target` to `other` is cut
-    RESET = "reset"  # all connections break, and nobody dies; `target` is not used
+    RESET = "reset"  # all connections break, and no process dies; `target` is not used
     DUPLICATE = "duplicate"  # for `lasts_s` a second process runs under the target's worker_id
-    WRONG_KEYS = "wrong_keys"  # the target's next delta of its prefix keys is wrong; `other` says in what
+    WRONG_KEYS = "wrong_keys"  # the target's next delta of its prefix keys is wrong; `other` says in which way
     DRAIN = "drain"  # the worker ends when it is empty, and is restarted; `other` "router" asks for it, "" is a signal
     FLIP = "flip"  # the target takes its other role: `other` "router" asks for it, "again" repeats that, "" is a signal
     UPGRADE = (
@@ -42,7 +42,7 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of a plan. `target` and `other` are names of processes, if the kind says nothing else."""
+    """One fault of a plan. `target` and `other` are names of processes, unless the kind says otherwise."""
 
     at_s: float
     kind: FaultKind
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that goes wrong in one run."""
+    """All faults of one run."""
 
     faults: tuple[Fault, ...]
     weather: Weather
@@ -110,7 +110,7 @@ def with_lost_numbers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
 
 
 def with_sick_workers(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """Add, to an eighth of the plans, a worker that fails all its requests until the faults end. It is ejected meanwhile."""
+    """Add, to an eighth of the plans, a worker that fails all its requests until the faults end. It is ejected in that time."""
     if rng.random() < 7 / 8:
         return plan
     at_s = rng.uniform(0.5, plan.until_s * 0.4)
@@ -130,7 +130,7 @@ def with_duplicates(plan: FaultPlan, rng: random.Random) -> FaultPlan:
 
 
 def with_wrong_keys(plan: FaultPlan, rng: random.Random) -> FaultPlan:
-    """Add, to half of the plans, workers that tell a change of their prefix keys wrong."""
+    """Add, to half of the plans, workers that report a wrong change of their prefix keys."""
     count = rng.choice((0, 0, 1, 4))
     faults = [
         Fault(rng.uniform(0.5, plan.until_s), FaultKind.WRONG_KEYS, rng.choice(WORKERS), other=rng.choice(WRONG_DELTAS))

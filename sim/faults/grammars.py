@@ -21,7 +21,7 @@ from sim.faults.oracle import EOS, VOCAB_SIZE, OraclePlace
 from sim.world.process import Process
 
 KEPT: Final = 2  # grammars that a worker keeps
-COMPILE_S: Final = (0.0005, 0.0005, 0.005, 0.2)  # one of these for each grammar
+COMPILE_S: Final = (0.0005, 0.0005, 0.005, 0.2)  # one checker for each grammar
 CHECK_S: Final = (0.001, 0.001, 0.02, 0.3)
 KILLED: Final = 0.02  # of the checks end with the process that checks
 
@@ -53,7 +53,7 @@ class SimMatcher:
         return sum(1 << token_id for token_id in self._place.allowed).to_bytes(VOCAB_SIZE // 8, "little")
 
     def is_stopped(self) -> bool:
-        """Tell whether nothing may follow, except the end of the sequence."""
+        """Tell whether only the end of the sequence may follow."""
         return self._place.ended
 
     def is_error(self) -> bool:
@@ -61,12 +61,12 @@ class SimMatcher:
         return bool(self._error)
 
     def get_error(self) -> str:
-        """Return why it has failed."""
+        """Return the reason of the failure."""
         return self._error
 
 
 class SimCompiler(Compiler):
-    """The production compiler with the toy. It keeps so few grammars that it compiles some again."""
+    """The production compiler with the toy. It keeps few grammars, so that it compiles some again."""
 
     def __init__(self) -> None:
         super().__init__(cast(Any, None), KEPT)

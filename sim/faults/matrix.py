@@ -1,9 +1,9 @@
 """The matrix of directed faults. At each step of the protocol each actor is killed or stalled, its message is dropped or
 repeated, a worker is asked for its other role, or a request that it computes ends it and every worker after it.
 
-A first run without faults counts the steps. Each cell is then a run of its own, with the same few requests, in which one
-fault happens once. All requests of a calm cell must succeed, but for those that lose the router, which nothing can hide, and
-for the one that ends its workers.
+A first run without faults counts the steps. Each cell is then a separate run, with the same few requests, in which one fault
+happens once. All requests of a calm cell must succeed, except requests that lose the router, which nothing can hide, and except
+the request that ends its workers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MatrixReport:
 def cells_of(*, nths: tuple[int, ...]) -> list[Cell]:
     """Return a cell for each step, actor, possible fault and occurrence of `nths` (from 0).
 
-    Cells of the rough scenario are only for steps and actors that the calm one lacks.
+    Cells of the rough scenario are only for steps and actors that the calm scenario lacks.
     """
     calm, rough = _steps(rough=False), _steps(rough=True)
     cells = []
@@ -170,7 +170,7 @@ def _with_field(number: int, ask: ClientAsk) -> ClientAsk:
 
 
 def _must_succeed(cell: Cell, report: RunReport) -> list[str]:
-    """Check that clients notice nothing of a single fault, unless it hits the router, to which they are connected."""
+    """Check that clients do not notice a single fault, unless it hits the router, to which they are connected."""
     if cell.rough:
         return []  # the other faults of the rough scenario may use up the attempts
     bad = {name: count for name, count in report.outcomes.items() if name != "ok"}
@@ -181,7 +181,7 @@ def _must_succeed(cell: Cell, report: RunReport) -> list[str]:
         if bad.pop(ErrorCode.POISON_REQUEST.value, 0) != 1:
             return ["the request that ends its workers was not found"]
         if not report.unplaced:
-            bad.pop(ErrorCode.UNAVAILABLE.value, None)  # the request came when nobody was left, and was refused
+            bad.pop(ErrorCode.UNAVAILABLE.value, None)  # the request came when no worker was left, and was refused
     return [f"{count} requests ended with {name}, of a single fault" for name, count in bad.items()]
 
 

@@ -5,7 +5,7 @@ whole sequence, which are read through the block table. So one stale, foreign or
 The oracle computes the tags from the token ids alone.
 
 The score of a prompt token comes from the tags of all tokens before it. A constraint is a toy language: the tokens that it
-allows depend on all output tokens before.
+allows depend on all earlier output tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EOS: Final = 1
 MAX_MODEL_LEN: Final = 160
 NUM_ALLOWED: Final = 6  # of the ids that a constraint allows, besides the end of the sequence
 COSTLY: Final = "costly"
-"""A constraint whose text begins so has places where the next mask takes too much work."""
+"""A constraint whose text begins with this has places where the next mask takes too much work."""
 _CHAIN_START: Final = 0x5EED
 _MASK: Final = (1 << 61) - 1
 
@@ -57,7 +57,7 @@ class SimTokenizer:
         return self.token_bytes(token_id) or b"</s>"
 
     def stream(self, after: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Utf8Stream:
-        """Return a decoder for the bytes of one output. What stands before it changes nothing."""
+        """Return a decoder for the bytes of one output. Text before the output changes nothing."""
         return Utf8Stream()
 
 
@@ -77,7 +77,8 @@ CARD: Final = ModelCard(
 
 
 def chain(tag: int | None, token_id: int) -> int:
-    """Return the tag of the token that follows one with `tag`; None: it is the first. It is the same in every process."""
+    """Return the tag of the token that follows a token with `tag`; None: the token is the first. The tag is the same in every
+    process."""
     return hash((_CHAIN_START if tag is None else tag, token_id)) & _MASK
 
 
@@ -132,7 +133,7 @@ def draw(
 ) -> int:
     """Draw output token `index` from the tags of all tokens before it. It is one of `allowed` and none of `banned_ids`.
 
-    Nothing is banned where a constraint allows some ids alone.
+    No id is banned where a constraint allows only some ids.
     """
     token_id = allowed[int(uniform(hash((params.seed, *tags)) & _MASK, index) * len(allowed))]
     while token_id in banned_ids:
@@ -157,7 +158,7 @@ class RightAnswer:
     finish_reason: FinishReason | None
     """None: the grammar fails after these tokens, and the request with it."""
     scores: tuple[TokenLogprobs, ...] = ()
-    """Those of all prompt tokens but the first, if the request asks for them."""
+    """The log-probabilities of all prompt tokens but the first, if the request asks for them."""
 
 
 def answer(prompt: tuple[int, ...], params: SamplingParams, constraint: Constraint | None = None) -> RightAnswer:

@@ -1,4 +1,4 @@
-"""A recording in memory: what a core was told is replayed to a new core, which must decide the same."""
+"""A recording in memory: the events of a core are replayed to a new core, which must decide the same."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class MemoryNotes:
         self.lines.append(self._transcript.line(now_s, event, outcome))
 
     def problems(self) -> list[str]:
-        """Replay the events, and return in words what differs: nothing, or the first difference."""
+        """Replay the events, and return the first difference in words. Empty: there is no difference."""
         result = replay(self.lines, lambda config: rankings_of(config, lambda role, reason: None))
         return [] if result.difference is None else [f"the replay of the router's events differs: {result.difference}"]

@@ -50,7 +50,7 @@ SETTLE_S: Final = 20.0
 NOTICED_S: Final = 0.5
 """A deadline may be noticed this much too late: after one tick, on a clock that may be slow."""
 REDO_S: Final = 7.0
-"""A request starts over within this time, whatever it waits for: a silent link, a lease, a read, or a worker."""
+"""A request starts over within this time, whether it waits for a silent link, a lease, a read, or a worker."""
 FLIP_S: Final = 22.0
 """A worker has taken its other role within this time: the limits of a drain and of closing the old role, and probes."""
 DRAINED_S: Final = 45.0
@@ -59,10 +59,10 @@ on a clock that is fast by two fifths."""
 FRESH_DEADLINE_S: Final = 10.0
 _ONE, _OTHER, _TWO, _MIXED = ("float32",), ("bfloat16",), ("float32", "float32"), ("float32", "bfloat16")
 KV_DTYPES: Final = ((_ONE, _ONE), (_OTHER, _ONE), (_TWO, _TWO), (_MIXED, _TWO))
-"""The dtypes of the KV groups of the prefill and the decode pool. Groups of equal ones are read straight into the pool, others
-use staging blocks."""
+"""The dtypes of the KV groups of the prefill and the decode pool. Groups of equal dtype are read straight into the pool, other
+groups use staging blocks."""
 WINDOWS: Final = (None, 6, 21)
-"""The sliding window of the second KV group, in tokens. None: it has none. Prompts have up to a hundred tokens."""
+"""The sliding window of the second KV group, in tokens. None: it has no window. Prompts have up to a hundred tokens."""
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def run_with_role_flips(seed: int) -> RunReport:
 
 def run_with_sick_workers(seed: int) -> RunReport:
     """Make a run in which one worker's logits are never finite numbers, with the router's default budget of retries. In a third
-    of the runs the other decode worker is killed once that one is ejected."""
+    of the runs the other decode worker is killed once the faulty decode worker is ejected."""
     sick = ("decode1", "prefill1", "decode1")[seed % 3]
     faults: tuple[Fault, ...] = (Fault(1.0, FaultKind.NO_NUMBERS, sick, FAULTS_S - 1.0),)
     if seed % 3 == 2:
@@ -165,7 +165,7 @@ def run_with_sick_workers(seed: int) -> RunReport:
 
 
 def run_with_poison(seed: int) -> RunReport:
-    """Make a run in which one or two requests end their workers, and nothing else goes wrong. The answers are longer than a
+    """Make a run in which one or two requests end their workers, without any other fault. The answers are longer than a
     trial."""
     asks = _streams(seed, 24, until_s=3.0)
     asks = with_poison(asks, random.Random(f"{seed} poison alone"), 1 + seed % 2)
@@ -187,7 +187,8 @@ def run_with_moves(seed: int) -> RunReport:
 
 def run_with_lost_workers(seed: int) -> RunReport:
     """Make a run in which workers are lost one after the other, under more streams than the budget of retries has retries. With
-    odd seeds each of them is killed once. With even ones they only stand still for too long, again and again, and come back."""
+    odd seeds each worker is killed once. With even seeds the workers only stand still for too long, again and again, and come
+    back."""
     rng = random.Random(f"{seed} lost workers")
     if seed % 2:
         order = ("decode0", "decode1", "prefill0", "prefill1")
@@ -201,7 +202,7 @@ def run_with_lost_workers(seed: int) -> RunReport:
 
 
 def run_with_broken_links(seed: int) -> RunReport:
-    """Make a run in which streams of links break all the time, and nobody is silent for long."""
+    """Make a run in which streams of links break all the time, and no worker is silent for long."""
     rng = random.Random(f"{seed} broken links")
     faults = tuple(Fault(0.5 + 0.4 * n + 0.3 * rng.random(), FaultKind.RESET, "router") for n in range(20))
     plan = FaultPlan(faults, Weather(delay_s=rng.choice((0.0002, 0.01))), ReadFaults(), {}, 9.0)
@@ -239,8 +240,8 @@ def _wide(step_s: float = STEP_S) -> WorldShape:
 
 
 def run_with_preemptions(seed: int) -> RunReport:
-    """Make a run without faults in which prompts are computed where their outputs are, and some outputs take the blocks of
-    others: pools are small, and two hundred short outputs with the same limit have taught the router that all are short."""
+    """Make a run without faults in which prompts are computed on the decode workers, and some outputs preempt others: pools are
+    small, and two hundred short outputs with the same limit have taught the router to expect short outputs."""
     rng = random.Random(f"{seed} preemptions")
     asks = draw_asks(random.Random(f"{seed} workload"), 24, until_s=0.2, unruly=False)
     asks = with_constraints(with_scores(asks, rng, 0.5), rng, 0.5)
@@ -321,7 +322,7 @@ def draw_asks(rng: random.Random, count: int, *, until_s: float, unruly: bool) -
 
 
 def simulate(seed: int, shape: WorldShape, plan: FaultPlan, asks: list[ClientAsk], census: Census) -> RunReport:
-    """Run a cluster. `RunReport.problems` tells everything that is wrong; nothing is raised."""
+    """Run a cluster. `RunReport.problems` lists every problem; no problem raises."""
     logging.disable(logging.CRITICAL)  # the checkers judge a run; formatting log lines would only take time
     gc_was_on = gc.isenabled()
     gc.disable()
@@ -333,7 +334,7 @@ def simulate(seed: int, shape: WorldShape, plan: FaultPlan, asks: list[ClientAsk
     except Exception:  # noqa: BLE001 - a failed run is a result
         report.problems.append(traceback.format_exc(limit=-4))
     finally:
-        errors = world.timeline.errors[:5]  # copied before `end`, whose own errors mean nothing
+        errors = world.timeline.errors[:5]  # copied before `end`, because errors of `end` itself do not count
         world.end()
         if gc_was_on:
             gc.enable()
@@ -381,7 +382,7 @@ def _drive(world: World, asks: list[ClientAsk], report: RunReport) -> None:
     report.problems += false_alarms(world)
     if report.problems or timeline.errors:
         return
-    # A link that the last fault cut one way looks whole until its silence is noticed.
+    # A link that the last fault cut in one direction looks whole until its silence is noticed.
     timeline.run(lambda: False, until_s=until_s + LOST_S + NOTICED_S)
     _settle(world, report)
     _ask_afresh(world, report)
@@ -409,7 +410,7 @@ def _deadline_s(world: World, ask: ClientAsk) -> float:
 
 
 def _settle(world: World, report: RunReport) -> None:
-    """Wait until all processes are up and hold nothing, and report what they still hold after `SETTLE_S`.
+    """Wait until all processes are up and hold no blocks or work, and report what they still hold after `SETTLE_S`.
 
     Processes with a hung engine are killed first, since an idle worker does not notice that its engine hangs.
     """
@@ -432,7 +433,7 @@ def _held(world: World) -> list[str]:
 def _wait_for_tasks(world: World) -> None:
     """Wait until no task is left over, for at most `SETTLE_S`.
 
-    A call for which nobody waits, such as a handshake with a peer that has gone, ends only by its own limit.
+    A call whose result is not awaited, such as a handshake with a peer that has gone, ends only by its own limit.
     """
     end_s = world.timeline.now_s + SETTLE_S
     while leftover_tasks(world) and world.timeline.now_s < end_s:

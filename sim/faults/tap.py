@@ -1,4 +1,4 @@
-"""The observer of every protocol step of a run. For a cell of the matrix it makes one fault happen at one of the steps."""
+"""The observer of every protocol step of a run. For a cell of the matrix it causes one fault at one of the steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cell:
     act: Act
     nth: int = 0
     rough: bool = False
-    """True: the scenario with refusals, cancellations and drains, which has steps that the calm one lacks."""
+    """True: the scenario with refusals, cancellations and drains, which has steps that the calm scenario lacks."""
 
     def __str__(self) -> str:
         """Write the cell as the command line takes it."""

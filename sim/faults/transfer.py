@@ -46,7 +46,7 @@ class ReadFaults:
     adrift: float = 0.0  # these fail and go on writing
     stuck: float = 0.0  # these never end
     flipped: float = 0.0  # this share of blocks arrives with one wrong bit
-    own_network: bool = False  # KV has a network of its own, so a cut path does not stop it
+    own_network: bool = False  # KV has a separate network, so a cut path does not stop it
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""The watch over one router's core. It sees each event and what the core decides on it, and counts by itself which workers each
-request has lost and what has failed: so it knows what the request may cost, and what it may not."""
+"""The watch over one router's core. It sees each event and the core's decision, and counts independently the lost workers and
+the failures of each request: so it knows which costs of a request are allowed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from router.core.registry import Worker
 from router.core.router_core import RouterCore
 
 MAX_ENDED: Final = 3
-"""A request may end so many workers: two by which it is suspected, and one on which it ran alone."""
+"""The most workers that a request may end: two deaths make it a suspect, and the third is on the worker where it ran alone."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The record of one request. `lost` are all its losses of workers, `ended` those that it has made itself."""
+    """The record of one request. `lost` are all its losses of workers, `ended` are the losses that it has caused."""
 
     request: LiveRequest
     losses: list[Incarnation] = field(default_factory=list)
@@ -44,7 +44,7 @@ class CoreWatch:
         self._failures = 0
         self._drains: dict[ev.LinkId, float] = {}
         self.drained_s: list[float] = []
-        """How long each worker that has left had drained, as far as the router knew."""
+        """How long each departed worker had drained, as far as the router knew."""
         self.lost = 0
         """The workers that were lost, and not by a drain or a flip."""
         self.migrations = 0
@@ -55,7 +55,7 @@ class CoreWatch:
         core.handle = self.handle  # type: ignore[method-assign]
 
     def handle(self, event: ev.Event, *, now_s: float) -> list[ev.Effect]:
-        """Let the core handle an event, and look at what it did. The checks are only of requests of clients."""
+        """Let the core handle an event, and check the effects. Only requests of clients are checked."""
         bucket = self._core.recovery.bucket
         workers, taken, failing = list(self._core.registry), bucket.taken, self._failing(event)
         effects = self._handle(event, now_s=now_s)
@@ -101,7 +101,7 @@ class CoreWatch:
                 self._report(f"{request.request_id} runs beside {tried.request.request_id}, which is on trial")
 
     def _failing(self, event: ev.Event) -> _Seen | None:
-        """Return the request of which a worker says that it has failed, or that it cannot take it. None: it says nothing."""
+        """Return the request that a worker reports as failed or refused. None: the event is no such report."""
         if not isinstance(event, ev.RequestFailed | ev.NoRoom | ev.Refused):
             return None
         worker = self._core.registry.get(event.link)

@@ -42,9 +42,9 @@ GROUPS: Final = (
     gqa_group(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32"),
     KvGroup(layers=(1, 2), planes=((1, 2),), block_size=BLOCK_SIZE, dtype="float32"),
 )
-"""The KV groups of a worker with two; others have the first one."""
+"""The KV groups of a worker with two groups; other workers have the first group."""
 LAYOUT: Final = GROUPS[0]
-MORE_BLOCKS: Final = 3  # the first of two groups has so many more than the second, so that it finds longer prefixes
+MORE_BLOCKS: Final = 3  # how many more blocks the first of two groups has, so that it finds longer prefixes
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
@@ -64,7 +64,7 @@ class WorkerShape:
     prefix_caching: bool = False
     max_model_len: int = MAX_MODEL_LEN
     kv_dtypes: tuple[str, ...] = ("float32",)
-    """The dtype of each KV group, of which there are as many as dtypes. A worker with other ones converts the groups that it
+    """The dtype of each KV group; their number is the number of groups. A worker with other dtypes converts the groups that it
     reads from this worker and whose dtypes differ."""
     step_s: float = STEP_S
     window: int | None = None
@@ -162,7 +162,7 @@ class SimWorker:
 
     def _begin_again(self, role: common_pb2.Role) -> None:
         """Begin the next life: a new incarnation, and the old address or a new one. A peer that still reads learns a little
-        later that the old one has ended, and until then reads what lies there by now."""
+        later that the old one has ended, and until then reads the bytes that lie there by now."""
         old = self.incarnation
         self._network.later(self._rng.random(), partial(self._pools.forget, old))
         self._flipped()

@@ -275,7 +275,7 @@ class World:
         self._world.post(LOOK_AT_UPGRADES_S, self._watch_upgrade, upgrade)
 
     def _give_back_roles(self) -> None:
-        """After the faults, flip a worker to each role that nobody has, as an operator would. Unequal workers all go back to
+        """After the faults, flip a worker to each role that no worker has, as an operator would. Unequal workers all go back to
         the roles for which their sizes were chosen."""
         for role, first in (("prefill", "prefill0"), ("decode", "decode0")):
             if not any(worker.process.role == role for worker in self.workers.values()):

@@ -1,4 +1,5 @@
-"""Virtual time: callbacks in the order of their times, and in the order of asking where times are equal. Nothing sleeps."""
+"""Virtual time: callbacks in the order of their times, and in the order of their requests where times are equal. Nothing
+sleeps."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TICK_S = 0.1
 
 
 def calm_router(**settings: object) -> RouterConfig:
-    """Return settings of a router that refuses nothing and probes nobody, with changes."""
+    """Return settings of a router that refuses no request and probes no worker, with changes."""
     ample = {"max_queued_requests": 1 << 20, "max_queued_tokens": 1 << 40, "default_deadline_s": 1e6, "max_deadline_s": 1e6}
     return RouterConfig(**{**ample, "probe_workers": False, **settings})  # type: ignore[arg-type]
 
@@ -50,8 +50,8 @@ class ClusterSpec:
     """The largest output that clients ask for. The router does not know when an output will end before."""
     classes: Mapping[str, SloClass] = field(default_factory=lambda: BUILT_IN)
     judged_by: Mapping[str, SloClass] | None = None
-    """The classes whose targets the report compares with. None: those of `classes`, which the router knows: it refuses requests
-    that would miss a target for TTFT."""
+    """The classes whose targets the report compares with. None: the report uses `classes`, the classes that the router knows.
+    The router refuses requests that would miss a target for TTFT."""
     hop_s: float = 0.0005
     seed: int = 0
     """It decides the phases of the heartbeats and what policies draw."""
@@ -126,7 +126,7 @@ class PerfCluster:
         self.clock.after(self._rng.random() * self._spec.router.heartbeat_interval_s, self._heartbeat, worker)
 
     def _command(self, command: ev.Command) -> None:
-        """Give a command to its worker. A worker that has left had no work any more, so it misses nothing but a cancel."""
+        """Give a command to its worker. A worker that has left had no work any more, so it can only miss a cancel."""
         worker = self.workers.get(command.link)
         if worker is not None:
             worker.on_command(command)
@@ -237,7 +237,7 @@ def simulate(spec: ClusterSpec, requests: Sequence[TraceRequest], on_end: Callab
 def run_cluster(cluster: PerfCluster) -> SimReport:
     """Run a cluster, check that nothing is left, and return the report."""
     gc_was_on = gc.isenabled()
-    gc.disable()  # nearly nothing is in a cycle, and to look for cycles takes a sixth of the time
+    gc.disable()  # nearly no object is in a cycle, and a search for cycles takes a sixth of the time
     try:
         report = cluster.run()
     finally:

@@ -2,7 +2,7 @@
 
 ```
 step = base + prompt_token_s * prompt tokens + prompt_pair_s * pairs + decode_s * decodes + context_token_s * context
-base = the larger one of prompt_base_s and decode_base_s, if the step has both parts: weights are read once
+base = the larger of prompt_base_s and decode_base_s, if the step has both parts: weights are read once
 pairs = for each prompt token, the tokens that it attends to; context = for each decode, the tokens whose KV it reads
 ```
 The presets are least-squares fits of relative errors. `tests/clustersim` repeats the fits where the tables are there.
@@ -25,7 +25,7 @@ class StepWork:
     """The sum over all prompt tokens of the number of tokens that each attends to, itself included."""
     decodes: int = 0
     context_tokens: int = 0
-    """The sum over all decodes of the number of tokens before the one that is computed."""
+    """The sum over all decodes of the number of tokens before the computed token."""
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -82,7 +82,7 @@ class CostModel:
         return self.step_s(StepWork(count, count * cached + count * (count + 1) // 2))
 
     def transfer_s(self, tokens: int) -> float:
-        """Return the seconds in which the KV of `tokens` passes, when nothing else does."""
+        """Return the seconds in which the KV of `tokens` passes an otherwise idle network."""
         return tokens * self.kv_bytes_per_token / self.transfer_bytes_s
 
     def scaled(self, factor: float) -> CostModel:

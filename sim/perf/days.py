@@ -20,7 +20,7 @@ from sim.perf.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A part of a day, which begins at `begins_h` o'clock. `speedup`: arrivals come so many times as fast as in the trace."""
+    """A part of a day, which begins at `begins_h` o'clock. `speedup`: the rate of arrivals divided by the rate of the trace."""
 
     hours: float = 24.0
     begins_h: float = 3.0

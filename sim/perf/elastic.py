@@ -1,8 +1,8 @@
 """A cluster whose pools grow, shrink and exchange workers while it serves, by a controller on the virtual clock.
 
-A process takes `start_s` from the order until its worker joins. One that leaves or flips drains first, by the production
-events: the router places nothing more on it, and it goes once it is empty. A flip is a new life: a new link, a new incarnation,
-and the KV cache of the old one or an empty one. Processes cost from the order on until they have gone.
+A process takes `start_s` from the order until its worker joins. A worker that leaves or flips drains first, by the production
+events: the router places no more work on it, and it goes once it is empty. A flip is a new life: a new link, a new incarnation,
+and the KV cache of the old life or an empty cache. Processes cost from the order on until they have gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Controller(Protocol):
     """Decides how many workers each pool should have."""
 
     def sizes(self, observed: Observations) -> PoolSizes | None:
-        """Return the wanted sizes. None: the last ones stay."""
+        """Return the wanted sizes. None: the last sizes stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Elasticity:
     start_s: float = 60.0
     """The time from the order of a process until its worker joins."""
     flip_s: float = 5.0
-    """The time from the end of one life until the next one joins."""
+    """The time from the end of one life until the next life joins."""
     slo_class: str | None = None
     """The class whose requests tell the controller whether targets are met. None: all classes."""
 
@@ -123,7 +123,7 @@ class ElasticCluster(PerfCluster):
         self.clock.after(DRAIN_LOOK_S, self._look, member, False)
 
     def _look(self, member: PerfMember, was_empty: bool) -> None:
-        """End the life of a worker that is empty at two looks in a row: what it has last said has then arrived."""
+        """End the life of a worker that is empty at two looks in a row: its last messages have then arrived."""
         worker = member.worker
         assert worker is not None
         empty = worker.draining and worker.idle
@@ -153,7 +153,7 @@ class ElasticCluster(PerfCluster):
             self.pools.worker_s += self.clock.now_s - member.began_s
 
     def assert_empty(self) -> None:
-        """Assert that nothing is left, and that each linked worker is one of the members."""
+        """Assert that no work is left, and that each linked worker is a member."""
         super().assert_empty()
         assert list(self.workers.values()) == sorted(
             [one.worker for one in self.members if one.worker is not None and one.worker.link in self.workers],

@@ -1,8 +1,8 @@
 """The engine of one simulated worker: production scheduler, block pool and engine steps. A step takes the time of the model.
 
-Steps that only decode are planned as one stride. The scheduler gets the next tokens as drafts, and all of them are right, so
-its plan and its books are those of so many single steps. A stride ends before a sequence ends. A command that comes meanwhile
-cuts it at the end of the step that runs, as in a real engine. So strides change no time; tokens go out once a stride.
+Steps that only decode are planned as one stride. The scheduler gets the next tokens as drafts, and all drafts are right, so its
+plan and its books equal those of single steps. A stride ends before a sequence ends. A command that comes during a stride cuts
+it at the end of the running step, as in a real engine. So strides change no time; tokens go out once a stride.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_STRIDE: Final = 64
 
 
 class _StridingScheduler(Scheduler):
-    """The production scheduler with drafts. All sequences get the same number of drafts, so few that none of them draws more
-    tokens than it has left."""
+    """The production scheduler with drafts. All sequences get the same number of drafts. The number is small enough that no
+    sequence draws more tokens than it has left."""
 
     left: dict[SeqId, int]
     begun: frozenset[SeqId] = frozenset()
-    """The sequences that have decoded a token, as far as they decoded when this was last looked at."""
+    """The sequences that have decoded a token, as of the last update of this field."""
     work = StepWork()
     """The work of the step that ends, or of the first step of a stride."""
     steps = 1

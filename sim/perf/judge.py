@@ -1,7 +1,8 @@
-"""The judge of a planner on one load: what it attained, for how long that was too little, and what it cost beside others.
+"""The judge of a planner on one load: the share that it attained, for how long this was too little, and its cost beside static
+splits.
 
-Costs are compared with the cheapest static split that attains the same: what was asked for, or what the planner attained where
-that is less. Where it is less, the judge also finds the cheapest split that attains what was asked for.
+Costs are compared with the cheapest static split that attains the same share: the wanted share, or the planner's share where
+that is less. In that case, the judge also finds the cheapest split that attains the wanted share.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from sim.perf.traces import TraceRequest
 INTERVAL_S: Final = 5.0
 """The time between two looks of the planner, as `autoscaling.interval_s` has it by default."""
 WINDOW_REQUESTS: Final = 40
-"""The requests of one window: where 97 % of all are in time, four of 40 miss in one of thirty windows, by chance."""
+"""The requests of one window: if 97 % of all requests are in time, four of 40 miss by chance in one of thirty windows."""
 SHORT_OF_ASKED: Final = 0.01
-"""The share of a whole day may be so much below what was asked for."""
+"""The most by which the share of a whole day may be below the wanted share."""
 FAR_BELOW_ASKED: Final = 0.05
-"""A share so much below what was asked for must not last."""
+"""A share that is this much below the wanted share must not last."""
 ENOUGH_SAVED: Final = 0.85
 """The share of the best static split's cost that a planner may take where the oracle takes no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """The windows whose share was far below what was asked for."""
+    """The windows whose share was far below the wanted share."""
 
     worst: float
     """The smallest share of a window."""
@@ -49,8 +50,9 @@ class Below:
 def below(served: Sequence[SimServed], asked: float, rises_s: Sequence[float], excused_s: float) -> Below:
     """Find the windows of `WINDOW_REQUESTS` requests, by arrival, that were far below.
 
-    Consecutive ones are one spell. `excused_s` counts from the last visible rise of the load that is no older than that, or
-    from the end of the first window: before it, nobody knew. A rise within a spell excuses what follows it anew.
+    Consecutive windows are one spell. `excused_s` counts from the last visible rise of the load that is no older than
+    `excused_s`, or from the end of the first window: before it, no planner could know. A rise within a spell excuses the time
+    after it anew.
     """
     ordered = sorted(served, key=lambda one: one.arrived_s)
     worst, overdue_s, since_s = 1.0, 0.0, math.inf
@@ -72,17 +74,17 @@ def below(served: Sequence[SimServed], asked: float, rises_s: Sequence[float], e
 
 
 def compared(worker_s: float, attainment: float, other: Split) -> str:
-    """Say what the planner costs beside a static split, and what both attain."""
+    """State the cost of the planner and of a static split, and the share that each attains."""
     said = f"the planner takes {worker_s / other.worker_s:.1%} of the worker-hours of {other.prefill} + {other.decode} workers"
     return f"{said}; it attains {attainment:.2%}, they {other.attainment:.2%}"
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The runs of a load that have nothing to do with the planner."""
+    """The runs of a load that do not involve the planner."""
 
     splits: tuple[Split, ...]
-    """All static splits that could be the cheapest one to attain what was asked for."""
+    """All static splits that could be the cheapest split for the wanted share."""
     oracle: Oracle | None
 
 
@@ -103,7 +105,7 @@ class Judged:
 
     @property
     def losses(self) -> list[str]:
-        """The failures of the planner in words. Nothing else is held against it."""
+        """The failures of the planner in words. Only these count against it."""
         said, wanted = [], self.load.targets.attainment
         if self.attainment < wanted - SHORT_OF_ASKED:
             beside = "" if self.asked in (None, self.same) else f": {compared(self.worker_s, self.attainment, self.asked)}"
@@ -141,7 +143,7 @@ def reference_of(load: Load, day: Day) -> Reference:
 def judge(load: Load, day: Day, reference: Reference | None = None, settings: PlannerSettings | None = None) -> Judged:
     """Run a load under the planner, and compare it with a reference, which is found first if there is none.
 
-    The planner begins with the sizes of the static split that attains what was asked for: those of a capacity plan, not of a
+    The planner begins with the sizes of the static split that attains the wanted share: the sizes of a capacity plan, not of a
     first day. Raises `ConfigError` for a day so short that no request arrives.
     """
     requests, wanted = _requests(load, day), load.targets.attainment

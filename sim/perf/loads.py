@@ -1,8 +1,8 @@
 """Loads on which a planner is judged: three groups, drawn from one space by their names. Pure.
 
-A planner is tuned on the group `tune` and watched on `check`. Results are reported for all three groups. Nobody picks a load:
-each property of a group is a Latin hypercube, so each of the `LOADS_OF_A_GROUP` equal parts of its range has one load of the
-group, in a random order. The loads of a group depend on its name alone.
+A planner is tuned on the group `tune` and watched on `check`. Results are reported for all three groups. No load is picked by
+hand: each property of a group is a Latin hypercube, so each of the `LOADS_OF_A_GROUP` equal parts of its range has one load of
+the group, in a random order. The loads of a group depend only on its name.
 
 | property | range |
 |---|---|
@@ -41,19 +41,19 @@ ATTAINMENT: Final = 0.97
 MAX_WORKERS: Final = 10
 """The limit of each pool: a load's peak keeps at most six workers of both busy."""
 SLOWNESS: Final = 6.0
-"""The workers are so many times as slow as the preset, so a day has thousands of requests instead of tens of thousands."""
+"""The workers are slower than the preset by this factor, so a day has thousands of requests instead of tens of thousands."""
 MEAN_TOKENS: Final = 512
 """The geometric mean of the mean prompt and the mean output."""
 LENGTH_SIGMA: Final = 0.7
 """The sigma of both logarithms. The variance over the squared mean is then 0.63; Azure's conversations of 2023 have 0.92."""
 MOST_CACHED: Final = 0.9
-"""The largest share of a prompt that is common with earlier ones."""
+"""The largest share of a prompt that is common with earlier prompts."""
 PREFIXES: Final = 8
 """The different beginnings that the prompts of a class share."""
 TTFT_PROMPTS: Final = 8.0
 """The target for TTFT, in times of a mean prompt: more than twice the time of the 97th percentile of the lengths."""
 CHANCE: Final = 3.0
-"""A rate that differs by so many standard deviations differs by more than chance."""
+"""A difference of this many standard deviations between rates is more than chance."""
 TPOT_STEPS: Final = 1.4
 """The target for TPOT, in steps of one decode: the day of the public trace asks 60 ms of steps of 44 ms."""
 
@@ -77,7 +77,7 @@ class LoadTraffic:
     prompt_tokens: int
     output_tokens: int
     cached_share: float
-    """The share of a prompt that begins like earlier ones, before it is cut to whole blocks."""
+    """The share of a prompt that begins like earlier prompts, before it is cut to whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Load:
     name: str
     rate: LoadRate
     levels: tuple[tuple[float, float], ...]
-    """The rate over that of the peak, from each share of the day on. A season has none of its own."""
+    """The rate divided by the peak rate, from each share of the day on. A season has no such list."""
     classes: tuple[LoadTraffic, ...]
     peak_workers: float
     """The workers that the peak keeps busy, at the batches that the targets allow."""
@@ -148,7 +148,7 @@ class Load:
         return self.peak_workers / sum(self.busy(1.0))
 
     def level(self, time_s: float, day: Day) -> float:
-        """Return the rate over that of the peak."""
+        """Return the rate divided by the peak rate."""
         if self.rate is LoadRate.SEASON:
             return season_share(day.hour_of(time_s))
         return [level for begins, level in self.levels if begins * day.length_s <= time_s][-1]
@@ -189,7 +189,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Blocks:
-    """The numbers of blocks: those of common beginnings first, and then new ones for ever."""
+    """The numbers of blocks: first the blocks of common beginnings, and then new blocks for ever."""
 
     used: int = 1 << 20
 

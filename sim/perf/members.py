@@ -20,9 +20,9 @@ class MemberPhase(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     FLIPPING = "flipping"
-    """It drains in its old role, and then goes on in the other one."""
+    """It drains in its old role, and then goes on in the other role."""
     CHANGING = "changing"
-    """It has left its old role and has not joined in the new one."""
+    """It has left its old role and has not joined in the new role."""
     GONE = "gone"
 
 

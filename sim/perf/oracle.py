@@ -1,9 +1,9 @@
-"""The oracle of a load: sizes for each interval, known in advance, that attain what is asked at a low cost.
+"""The oracle of a load: sizes for each interval, known in advance, that attain the wanted share at a low cost.
 
 The search with the simulator begins with the workers that the load keeps busy all the time. The pool that is to blame gets one
 worker more in the intervals where requests missed most, until half of all misses lie in them, and the run is made again. The
-result can be had, so the true oracle costs at most as much. It is no lower bound: another schedule may cost less, and so may a
-planner's run.
+result is attainable, so the true oracle costs at most as much. It is no lower bound: another schedule may cost less, and so may
+a planner's run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.planner.limits import Limits, PoolSizes
 from sim.perf.report import ElasticReport, SimReport, SimServed
 
 INTERVALS: Final = 48
-"""The sizes may change so many times: each half hour of a day."""
+"""The number of intervals, after each of which the sizes may change: each half hour of a day."""
 MOST_RUNS: Final = 16
 """The bound of a search: each run takes as long as the planner's."""
 IDLE: Final = 0.5
@@ -33,7 +33,7 @@ class Oracle:
     """The schedule that was found, and its result."""
 
     schedule: tuple[PoolSizes, ...]
-    """The sizes of each interval, or one for all."""
+    """The sizes of each interval, or one entry for all intervals."""
     attainment: float
     worker_s: float
 
@@ -62,7 +62,8 @@ def _to_blame(missed: Sequence[SimServed], pools: ElasticReport, interval_s: flo
     """Return the misses of each place.
 
     Slow tokens count in equal parts in the intervals from a request's arrival to its end. A first token that came late, or was
-    foreseen to, counts in those before its arrival in which its queue grew: at most as long as the target.
+    predicted to come late, counts in the intervals before the request's arrival in which its queue grew: at most as long as the
+    target.
     """
     seen: list[list[float]] = [[] for _ in range(intervals)]
     for at in pools.history:

@@ -1,9 +1,9 @@
-"""The static splits of a number of workers into two pools, and the search for the cheapest one that attains enough.
+"""The static splits of a number of workers into two pools, and the search for the cheapest split that attains enough.
 
-A split of n workers costs n times the length of the run, so a split with more workers than one that attains enough costs more
-and cannot be the best. The search therefore goes by the number of workers, and ends after the first number at which a split
-attains enough; all splits of that number are run. It may go on for a larger share. A run ends early once so many requests have
-missed their targets that it cannot attain enough any more. Nothing else is left out.
+A split of n workers costs n times the length of the run, so if a split attains enough, a split with more workers costs more and
+cannot be the best. The search therefore goes by the number of workers, and ends after the first number at which a split attains
+enough; all splits of that number are run. It may go on for a larger share. A run ends early once it has missed too many targets
+to attain enough. The search takes no other short cut.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run_split(
 
 
 def splits_of(workers: int, max_prefill: int, max_decode: int) -> Iterator[tuple[int, int]]:
-    """Return all splits of so many workers within the limits of both pools."""
+    """Return all splits of this many workers within the limits of both pools."""
     for prefill in range(1, workers):
         if prefill <= max_prefill and workers - prefill <= max_decode:
             yield prefill, workers - prefill
@@ -78,7 +78,7 @@ def search(
     max_decode: int,
     shares: Sequence[float],
 ) -> list[Split]:
-    """Return the results of all splits that could be the cheapest one to attain one of the shares.
+    """Return the results of all splits that could be the cheapest split for one of the shares.
 
     `run` gets splits of one number of workers, and the share below which a run may end. It may run several at the same time. A
     split that has ended below a share attains no larger one, so no split is run twice.
@@ -95,6 +95,7 @@ def search(
 
 
 def best_of(splits: Sequence[Split], enough: float) -> Split | None:
-    """Return the cheapest split that attains enough, and of equal ones the one that attains most. None: there is none."""
+    """Return the cheapest split that attains enough. Among equally cheap splits, return the split that attains most. None: no
+    split attains enough."""
     good = [one for one in splits if one.whole and one.attainment >= enough]
     return min(good, key=lambda one: (one.workers, -one.attainment), default=None)

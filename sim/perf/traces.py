@@ -20,7 +20,7 @@ from pdserve_bench.workload.traces import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. `arrived_s` counts from the first one."""
+    """One request of a trace. `arrived_s` counts from the first request."""
 
     arrived_s: float
     prompt_tokens: int
@@ -61,7 +61,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
 def read_mooncake(path: Path) -> list[TraceRequest]:
     """Read a trace of Mooncake. Raises `ConfigError` for a malformed line.
 
-    The trace names no conversations. A request belongs to that of its second block: the first one is the same for nearly all.
+    The trace names no conversations. The second block of a request identifies its conversation: the first block is the same for
+    nearly all.
     """
     return [
         TraceRequest(
@@ -76,7 +77,8 @@ def read_mooncake(path: Path) -> list[TraceRequest]:
 
 
 def read_azure(path: Path) -> list[TraceRequest]:
-    """Read a trace of Azure. It does not tell which prompts begin alike, so no two do. Raises `ConfigError`."""
+    """Read a trace of Azure. It does not say which prompts begin alike, so no two prompts begin alike here. Raises
+    `ConfigError`."""
     requests: list[TraceRequest] = []
     used = 0
     for row in traces.read_azure(path).rows:

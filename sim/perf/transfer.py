@@ -28,10 +28,9 @@ class PerfLease:
     prompt_tokens: int
     network: PerfNetwork
     ended: Callable[[SeqId], None]
-    """The function that tells the lender that the lease has ended. The reader calls it once its commit has reached the
-    lender."""
+    """The function that ends the lease at the lender. The reader calls it once its commit has reached the lender."""
     watermark: int = 0
-    """The first so many tokens are final."""
+    """The number of leading tokens that are final."""
     first_token: int | None = None
     reader: Callable[[], None] | None = None
     """The function that the reader wants to be called when the lease has advanced."""

@@ -1,4 +1,5 @@
-"""Readings of a simulated cluster: what a router tells the actuator, from heartbeats, counts of the demand and the queue."""
+"""Readings of a simulated cluster: the report of a router to the actuator, from heartbeats, counts of the demand and the
+queue."""
 
 from __future__ import annotations
 

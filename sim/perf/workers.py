@@ -35,7 +35,7 @@ Tell = Callable[[ev.WorkerEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class PerfWorkerShape:
-    """The sizes and costs of one worker. `kv_tokens` None: as many as the cost model says."""
+    """The sizes and costs of one worker. `kv_tokens` None: the number of the cost model."""
 
     costs: CostModel
     max_num_seqs: int = 256
@@ -117,7 +117,7 @@ class PerfWorker:
         earlier: PerfWorker | None = None,
     ) -> None:
         """Make a worker. With `earlier`, which is idle and has left, it is the next life of the same process: it goes on with
-        that one's engine and the KV that the engine has cached."""
+        the engine of `earlier` and the engine's cached KV."""
         self.link = link
         self.worker_id = WorkerId(worker_id)
         self.shape = shape
@@ -138,7 +138,7 @@ class PerfWorker:
 
     @property
     def idle(self) -> bool:
-        """True when nothing runs here and no block is held."""
+        """True when no work runs here and no block is held."""
         counts = self.engine.pool.counts()
         return not self._by_seq and self.engine.idle and not counts.held and not counts.quarantined
 
@@ -162,7 +162,7 @@ class PerfWorker:
         )
 
     def load(self) -> WorkerLoad:
-        """Return what the next heartbeat tells: the counts after the last step."""
+        """Return the content of the next heartbeat: the counts after the last step."""
         snapshot, counts, before = self.engine.snapshot, self.engine.counts(), self._before
         return replace(
             snapshot.load,
@@ -178,7 +178,7 @@ class PerfWorker:
         )
 
     def prefix_delta(self) -> PrefixDelta | None:
-        """Return what has changed among the keys of the pool since the last heartbeat. None: nothing has."""
+        """Return the changes of the pool's keys since the last heartbeat. None: no key has changed."""
         return self._cursor.next(now_s=self._world.clock.now_s)
 
     def on_step(self, events: StepEvents) -> None:
@@ -278,7 +278,7 @@ class SimPrefillWorker(PerfWorker):
             self._send(ev.StepRows(self.link, rows))
 
     def load(self) -> WorkerLoad:
-        """Return what the next heartbeat tells."""
+        """Return the content of the next heartbeat."""
         return replace(super().load(), leases_held=sum(placed.lease is not None for placed in self._by_seq.values()))
 
     def _grant(self, lent: Lent) -> None:
@@ -302,7 +302,7 @@ class SimPrefillWorker(PerfWorker):
             return
         if placed.lease is not None:
             self._ended(placed.seq_id)
-        else:  # blocks of a prompt that is admitted meanwhile are returned by `_grant`
+        else:  # blocks of a prompt that is admitted in the meantime are returned by `_grant`
             self._forget(placed)
             self.engine.submit(Abort(placed.seq_id))
 
@@ -361,7 +361,7 @@ class SimDecodeWorker(PerfWorker):
     def _attach(self, handle: Handle, lease_id: LeaseId) -> None:
         placed, lease = self._by_handle.get(handle), self._world.leases.get(lease_id)
         if placed is None or lease is None:
-            return  # the request was cancelled meanwhile
+            return  # the request was cancelled in the meantime
         costs = self.shape.costs
         placed.pull = PerfPull(
             self._world.clock,

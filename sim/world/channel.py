@@ -126,7 +126,7 @@ class _Call:
 
     def _serve(self, process: Process, server: FakeServer, data: bytes) -> None:
         if server.stopped:
-            return  # the caller has been told
+            return  # the caller has its error
         task = process.loop.create_task(self._handle(process, server.handlers[self._path], data))
         server.on_stop[task] = task.cancel
         task.add_done_callback(lambda _: server.on_stop.pop(task, None))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 MAX_AT_ONCE: Final = 100_000
-"""The most callbacks at one moment. More of them mean a loop that never waits."""
+"""The most callbacks at one moment. More callbacks mean a loop that never waits."""
 
 
 class Livelock(AssertionError):
@@ -31,7 +31,7 @@ class Timeline:
         self.now_s = 0.0
         self.callbacks = 0
         self.errors: list[str] = []
-        """Exceptions that nobody caught. Each one is a bug."""
+        """Exceptions that were not caught. Each is a bug."""
         self._timers: list[tuple[float, int, SimLoop, events.Handle]] = []
         self._count = 0
         self._ready: deque[tuple[SimLoop, events.Handle]] = deque()
@@ -48,8 +48,8 @@ class Timeline:
     def run(self, done: Callable[[], bool], *, until_s: float) -> bool:
         """Run callbacks until `done` returns True, or until the moment `until_s`. Tell whether `done` did.
 
-        `done` is asked whenever time is about to move. The run also ends when no timer is left, since nothing can happen
-        any more. Raises `Livelock` when more than `MAX_AT_ONCE` callbacks run at one moment.
+        `done` is asked whenever time is about to move. The run also ends when no timer is left, since no event can happen any
+        more. Raises `Livelock` when more than `MAX_AT_ONCE` callbacks run at one moment.
         """
         at_once = 0
         while True:
@@ -180,7 +180,7 @@ class SimLoop(_Base):
         pass  # the timeline skips a cancelled timer when its time comes
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Note an exception that nobody caught in `Timeline.errors`. Those of a dead loop are dropped."""
+        """Note an uncaught exception in `Timeline.errors`. Exceptions of a dead loop are dropped."""
         error = context.get("exception")
         if not self.dead and error is not None:
             self._timeline.errors.append(f"{self.name} at {self._timeline.now_s:.3f} s: {context['message']}: {error!r}")

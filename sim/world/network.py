@@ -148,7 +148,7 @@ class Network:
         self.digest = zlib.crc32(line.encode(), self.digest)
 
     def later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Call back after `delay_s` seconds of the timeline, whatever process lives then."""
+        """Call back after `delay_s` seconds of the timeline, whichever process lives then."""
         self._world.post(delay_s, callback)
 
     def _go(self, src: Process, dst: Process, delay_s: float, arrive: Callable[[], None]) -> None:

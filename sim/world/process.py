@@ -64,7 +64,7 @@ class Process:
         self.engine_loop.frozen = self.hung = True
 
     def stop_loop(self, stop_s: float) -> None:
-        """Stop only the loop thread for `stop_s`. Reads and the engine go on, but nobody renews a lease."""
+        """Stop only the loop thread for `stop_s`. Reads and the engine go on, but no lease is renewed."""
         self.disturbed = True
         self.loop.frozen = True
         Waker(self.timeline).post(stop_s, self._thaw_loop)

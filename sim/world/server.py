@@ -13,7 +13,7 @@ class FakeServer:
         self.handlers: dict[str, Any] = {}
         self.stopped = False
         self.on_stop: dict[object, Callable[[], object]] = {}
-        """The functions that end the calls which still run, one for each call."""
+        """The functions that end the running calls, one for each call."""
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Do nothing: generated code registers the same handlers by the method below as well."""

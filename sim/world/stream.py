@@ -169,7 +169,7 @@ class ServerContext:
 
 
 class Pipe:
-    """One direction of a connection. Messages keep their order, but for those whose fate is REORDER."""
+    """One direction of a connection. Messages keep their order, except messages whose fate is REORDER."""
 
     def __init__(
         self, network: Network, src: Process, dst: Process, loss: Callable[[], float], receive: Callable[[bytes], None]
@@ -334,8 +334,8 @@ def open_stream(
 
 
 def steps_of(message: Any) -> tuple[str, ...]:
-    """Return the names of a message in the fault matrix: those of the bodies for a message of a link, which may be a bundle of
-    several, and the name of the type for others."""
+    """Return the names of a message in the fault matrix. A message of a link, which may be a bundle, has the names of its
+    bodies; any other message has the name of its type."""
     if "body" in message.DESCRIPTOR.oneofs_by_name:
         return tuple([str(one.WhichOneof("body")) for one in unbundled(message)])
     return (str(message.DESCRIPTOR.name).lower(),)
