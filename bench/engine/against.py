@@ -4,7 +4,7 @@
     python -m bench.engine.against ../before [--threads 2] [--rounds 15] [--busy 0] [--cells B=1 B=8] [--quantization int8]
 
 Each side is a process with its own code and kernels, and computes only when it is its turn. A cell is slower when the 95 %
-interval of before / now lies below 1. --busy starts so many other processes that compute meanwhile, as on a shared machine.
+interval of before / now lies below 1. --busy N starts N other processes that compute at the same time, as on a shared machine.
 """
 
 from __future__ import annotations

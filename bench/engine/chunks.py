@@ -90,7 +90,8 @@ class Engine:
         self.thread.start(TIMEOUT_S)
 
     def add(self, seq_id: SeqId, tokens: int, tpot_s: float = 0.0) -> None:
-        """Start a sequence with a prompt of `tokens` tokens and a target for the time between its own. 0: it has none."""
+        """Start a sequence with a prompt of `tokens` tokens and a target for the time between its output tokens. 0: no
+        target."""
         prompt = tuple((7 + 31 * seq_id + i) % 500 for i in range(tokens))
         params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
         self.thread.submit(Reserve(seq_id, RequestSpec(prompt, params, tpot_s=tpot_s), local_prefill=True))
@@ -122,7 +123,7 @@ def started(runner: ModelRunner, budget: int, clock: Callable[[], float]) -> Ite
 
 
 def run_prompt(engine: Engine, streams: int, tokens: int, tpot_s: float = 0.0) -> tuple[float, list[float]]:
-    """Run the prompt beside so many streams. Return its time to first token and the time of each step until then."""
+    """Run the prompt beside `streams` streams. Return its time to first token and the time of each step until then."""
     ids = [SeqId(1 + i) for i in range(streams)]
     for seq_id in ids:
         engine.add(seq_id, STREAM_TOKENS, tpot_s)

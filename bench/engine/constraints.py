@@ -1,4 +1,5 @@
-"""Measures what structured output costs in a decode step: all sequences follow a JSON schema of their own, or none does.
+"""Measures what structured output costs in a decode step: each sequence follows its own JSON schema, or no sequence follows a
+schema.
 
     python -m bench.engine.constraints [--model default] [--batch 32] [--threads 1] [--steps 300]
 

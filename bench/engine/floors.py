@@ -15,7 +15,7 @@ from pdserve.config import MIB
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The best rates of `threads` threads. A floor is what the machine can do when nothing else runs on it."""
+    """The best rates of `threads` threads. A floor is the rate of the machine without other work."""
 
     threads: int
     read_bytes_s: float
@@ -32,7 +32,7 @@ def median_of(found: Sequence[Machine]) -> Machine:
 def measure(threads: int, *, clock: Callable[[], float] = time.perf_counter) -> Machine:
     """Measure reads and copies of large tensors and a bfloat16 product of 2048^3. It takes about 3 s.
 
-    clock: `time.thread_time` leaves out what else runs on the machine. It counts one thread only, so `threads` must be 1 then.
+    clock: `time.thread_time` leaves out other work on the machine. It counts one thread only, so `threads` must be 1 then.
 
     The peak of products of several threads is the peak of one thread times their number. When other work runs on the
     machine, a parallel product waits for its slowest thread, and a floor must not contain this wait.

@@ -35,7 +35,7 @@ from pdserve.engine.models import native_decoder as native
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
-AT_LEAST_S: Final = 0.15  # a measurement runs as many steps as take this long
+AT_LEAST_S: Final = 0.15  # a measurement repeats steps until they take this long
 CONTEXT: Final = 128  # cached tokens of a decode
 ANY_VOCAB: Final = 500  # ids below it are in every vocabulary
 CASES: Final = {
@@ -49,7 +49,8 @@ CASES: Final = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way of computing. goal: the invariant step may take so many times the ordinary one; None means no goal."""
+    """One way of computing. goal: the most time of the invariant step, as a multiple of the ordinary step's; None means no
+    goal."""
 
     name: str
     compiled: bool
@@ -82,7 +83,7 @@ def step(runner: ModelRunner, batch: int, tokens: int, cached: int) -> Callable[
 
 
 def mean_s(work: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """Return the mean seconds of one call of `work`, over as many calls as take AT_LEAST_S."""
+    """Return the mean seconds of one call of `work`, over calls that take AT_LEAST_S together."""
     runs, began_s = 0, clock()
     while (elapsed_s := clock() - began_s) < AT_LEAST_S or not runs:
         work()
@@ -91,7 +92,7 @@ def mean_s(work: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 def load(directory: Path, card: ModelCard, way: Way) -> tuple[ModelRunner, ModelRunner]:
-    """Load the ordinary engine and the invariant one. Raises `ConfigError` when this machine cannot compute this way."""
+    """Load the ordinary engine and the invariant engine. Raises `ConfigError` when this machine cannot compute this way."""
     if way.compiled and library.load() is None:
         raise ConfigError("no compiled kernels here")
     with mock.patch.object(native, "supports", native.supports if way.compiled else lambda *_: False):

@@ -2,12 +2,12 @@
 
     python -m bench.engine.kv_layout [--blocks 256] [--runs 9] [--batch 8] [--context 2048]
 
-The wire: NIXL reads scattered blocks between two processes, with one descriptor for each block or with one for each layer's
-K and V; the bytes are the same. Attention: decode steps of the compiled and of the torch model read one pool, in which the
-layers of a block follow each other, or a pool for each layer, in which the blocks of a layer follow each other. For the
-second layout there is a model of one layer for each layer, each with its own pool. All models have random weights and 64
-ids, so that KV is most of the work. The time of the same step at a context of one token is subtracted, which removes the
-rest. Times are CPU time of one thread; all ways take turns.
+The wire: NIXL reads scattered blocks between two processes, with one descriptor for each block or with one for each layer's K
+and V; the bytes are the same. Attention: decode steps of the compiled and of the torch model read one pool, in which the layers
+of a block follow each other, or a pool for each layer, in which the blocks of a layer follow each other. For the second layout
+there is a model of one layer for each layer, each with its own pool. All models have random weights and 64 ids, so that KV is
+most of the work. The time of the same step at a context of one token is subtracted, which removes all work except attention.
+Times are CPU time of one thread; all ways take turns.
 """
 
 from __future__ import annotations

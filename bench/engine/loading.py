@@ -1,6 +1,6 @@
-"""`make bench-load`: how long a checkpoint takes from its files to a model that is laid out, and how much memory meanwhile.
+"""`make bench-load`: how long a checkpoint takes from its files to a model that is laid out, and how much memory this takes.
 
-A Llama of a wanted size with random weights is written once into the cache. A process of its own then loads it twice: from
+A Llama of a wanted size with random weights is written once into the cache. A separate process then loads it twice: from
 the disk, after its files were dropped from the page cache, and from the page cache. The peak of anonymous memory, which no
 file holds, is set against its bound: the weights in their final layout, and one shard.
 """
@@ -62,7 +62,7 @@ SIZES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """One loading. Bytes, and seconds. weights_bytes: in the dtype of the model."""
+    """One loading, in bytes and seconds. weights_bytes: in the dtype of the model."""
 
     way: str
     cached: bool

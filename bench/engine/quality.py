@@ -32,7 +32,7 @@ from pdserve.engine.runner import ModelRunner
 from pdserve.text.tokenizer import Tokenizer
 
 WINDOW = 512
-SLOWER = 4  # one in so many windows is computed token by token as well
+SLOWER = 4  # one of this many windows is computed token by token as well
 QUANTISED: Final = ("fp8_e4m3", "int8", "int4")
 NAMES: Final = {"quantization": "weights ", "kv_cache_dtype": "KV "}
 SETTINGS: Final[tuple[dict[str, str], ...]] = (

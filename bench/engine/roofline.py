@@ -37,7 +37,7 @@ Q4_1: Final = Numbers(0.5 + 4 / 32, 0.5 + 4 / 32, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that one step reads, and its operations: those of weights and those of attention's scores."""
+    """Bytes that one step reads, and its operations: the operations of weights and of attention's scores."""
 
     read_bytes: float
     weight_flops: float
@@ -78,7 +78,8 @@ def work_of(case: Case, card: ModelCard, numbers: Numbers) -> Work:
 
 
 def layers_read(shape: ModelShape, tokens: int) -> float:
-    """Return the numbers of all layers that a step reads. Each token chooses its experts anew, and all alike."""
+    """Return the numbers of all layers that a step reads. Each token chooses its experts independently, and all experts are
+    equally likely."""
     read = 0.0
     for layer, count in shape.layers:
         mlp = layer.mlp

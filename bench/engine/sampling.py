@@ -138,7 +138,7 @@ def cpu_s(work: Callable[[Tensor], Any], logits: Tensor) -> float:
 
 
 def read_s(size_bytes: int) -> float:
-    """Return the seconds to read so many bytes that are in no cache, from the best of twenty reads of 128 MiB."""
+    """Return the seconds to read `size_bytes` uncached bytes, from the best of twenty reads of 128 MiB."""
     data = torch.ones(32 * MIB)
     best_s = float("inf")
     for _ in range(20):

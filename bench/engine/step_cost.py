@@ -72,7 +72,7 @@ def prompt(index: int) -> list[int]:
 def listen(pipe: Connection) -> None:
     """Run the router's process, which obeys the pipe.
 
-    (count, parameters) binds so many sequences; None cancels them all; the end of the pipe ends the process.
+    (count, parameters) binds `count` sequences; None cancels them all; the end of the pipe ends the process.
     """
     with ScriptedRouter() as router:
         pipe.send(router.address)
@@ -93,7 +93,7 @@ def listen(pipe: Connection) -> None:
 
 
 class Bench:
-    """One worker and its router, which is a process of its own."""
+    """One worker and its router, which is a separate process."""
 
     def __init__(self, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -113,7 +113,7 @@ class Bench:
 
     @contextlib.contextmanager
     def decoding(self, batch: int, params: SamplingParams) -> Iterator[None]:
-        """Decode `batch` sequences, and nothing else, while the context is open."""
+        """Decode exactly `batch` sequences while the context is open."""
         self._pipe.send((batch, params))
         self._until(lambda state: state.load.running_sequences == batch and not state.load.queued_tokens)
         try:

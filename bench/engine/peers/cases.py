@@ -9,7 +9,7 @@ from typing import Any, Final
 
 CONTEXT: Final = 128
 LONG: Final = 2048
-AT_LEAST_S: Final = 0.2  # one figure is the mean of as many runs as take this long
+AT_LEAST_S: Final = 0.2  # one figure is the mean of runs that take this long together
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ CASES: Final = (
 
 
 def mean_s(work: Callable[[], Any], *, at_least_s: float = AT_LEAST_S, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the mean seconds of a run by `clock`, over as many runs as take `at_least_s`."""
+    """Return the mean seconds of a run by `clock`, over runs that take `at_least_s` together."""
     runs, began_s = 0, clock()
     while True:
         work()

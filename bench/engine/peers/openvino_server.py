@@ -1,4 +1,4 @@
-"""Serves OpenVINO GenAI by its `ContinuousBatchingPipeline`: a step is one `step` of it, scheduler included.
+"""Serves OpenVINO GenAI by its `ContinuousBatchingPipeline`: a step is one `step` of the pipeline, scheduler included.
 
     python -m bench.engine.peers.openvino_server FOLDER THREADS
 

@@ -1,4 +1,4 @@
-"""Other engines, each as a process of its own, which computes only while it is asked.
+"""Other engines, each in a separate process, which computes only while it is asked.
 
 One engine is asked at a time. The others sleep: their OpenMP threads stop spinning after a millisecond (`QUIET`).
 """
@@ -40,7 +40,7 @@ class Contender:
     """One engine and setting to compare with.
 
     gguf: the format of the GGUF file that it reads. openvino: the format of the weights of the OpenVINO model that it reads.
-    None and None mean the checkpoint.
+    If both are None, it reads the checkpoint.
     """
 
     name: str
