@@ -20,7 +20,7 @@ _PROMPT: Final = "the of and to in is that for it as was with"
 
 
 class Client(Protocol):
-    """One way to ask a server: gRPC or HTTP."""
+    """One way to send requests to a server: gRPC or HTTP."""
 
     async def ask(self, tokens: int, interval_us: int) -> None:
         """Send one request on every stream at once, and read all answers to their ends. Each asks for `tokens` tokens with
@@ -29,7 +29,8 @@ class Client(Protocol):
 
 
 class GrpcClient:
-    """All streams on one channel. Messages are parsed only after the last one has come, so that the server does not wait."""
+    """All streams on one channel. Messages are parsed only after the last message has come, so that the server does not
+    wait."""
 
     def __init__(self, channel: grpc.aio.Channel, streams: int) -> None:
         self._generate: Any = channel.unary_stream(GENERATE, request_serializer=inference_pb2.GenerateRequest.SerializeToString)

@@ -2,7 +2,7 @@
 
 `python -m bench.router.core_cost [--plot FILE]` prints a table. One request is disaggregated, has a prompt of 1,024
 tokens and an output of three, and takes seven events from Submit to its end. Each figure is the median over rounds of the
-fastest request of a round: the fastest one shows the code, and the median shows that it was no accident.
+fastest request of a round: the fastest request shows the cost of the code, and the median excludes accidents.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class Cluster:
             self.tell(ev.PrefixSeen(link, PrefixDelta(1, held, (), digest, full=True)))
 
     def _fill_queue(self, waiting: int) -> None:
-        """Let requests wait that only one full worker is long enough for. All other workers stay idle."""
+        """Let requests wait for which only one full worker is long enough. All other workers stay idle."""
         self._join(Role.PREFILL, 0, 1, 65_536)
         self._join(Role.DECODE, 0, 1, 65_536)
         for _ in range(waiting + 1):
             self.tell(self.submit(max_tokens=40_000))
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
-        """Give the core an event, a microsecond after the last one."""
+        """Give the core an event, a microsecond after the last event."""
         self.now_s += 1e-6
         return self.core.handle(event, now_s=self.now_s)
 
@@ -134,14 +134,15 @@ class Cluster:
         return taken_s
 
     def beat(self) -> float:
-        """Tell of one heartbeat of a decode worker and of a prefill worker, and return the mean of the seconds of the two."""
+        """Give the core a heartbeat of a decode worker and a heartbeat of a prefill worker, and return the mean of their
+        seconds."""
         began_s = time.perf_counter()
         for role in Role:
             self.tell(ev.HeartbeatSeen(self.links[role][self._names % len(self.links[role])], _LOAD))
         return (time.perf_counter() - began_s) / 2
 
     def tick(self) -> float:
-        """Tell of one tick, and return the seconds that it took."""
+        """Give the core one tick, and return the seconds that it took."""
         began_s = time.perf_counter()
         self.tell(ev.Tick())
         return time.perf_counter() - began_s
@@ -152,7 +153,7 @@ _LOAD: Final = WorkerLoad(BlockCounts(BLOCKS, BLOCKS, 0, 0, 0), last_handle=1 <<
 
 
 def _answer(effect: ev.Effect) -> Iterator[ev.Event]:
-    """Yield what a worker says to a command, in order."""
+    """Yield the events by which a worker answers a command, in order."""
     match effect:
         case ev.SendBind(link=link, work=work):
             yield ev.Reserved(link, work.handle)
@@ -168,7 +169,7 @@ def _answer(effect: ev.Effect) -> Iterator[ev.Event]:
 
 
 class Cost(NamedTuple):
-    """Microseconds of the core for one thing, in each setting that was measured."""
+    """Microseconds of the core for one kind of event, in each measured setting."""
 
     name: str
     settings: tuple[int, ...]

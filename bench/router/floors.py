@@ -1,7 +1,7 @@
 """Bare servers on the libraries of the router's two front ends. They only answer, so a front end cannot cost less.
 
-The gRPC server writes messages that are serialised beforehand, as many and as long as the router's. The HTTP server is an ASGI
-application without routes or a framework, which writes the same SSE bytes.
+The gRPC server writes messages that are serialised beforehand, with the number and the length of the router's messages. The
+HTTP server is an ASGI application without routes or a framework, which writes the same SSE bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def messages(count: int) -> list[bytes]:
 
 
 def events(count: int) -> list[bytes]:
-    """Return an answer of `count` tokens as SSE events. The first one also carries the role."""
+    """Return an answer of `count` tokens as SSE events. The first event also carries the role."""
     call = Call(chat=True, request_id=REQUEST_ID, inputs=(), stream=True, include_usage=False, continuous_usage=False)
     format_ = ChunkFormat(Envelope(call, "tiny"), call, 0)
     made = [format_.chunk(text_of(index), FinishReason.LENGTH if index + 1 == count else None) for index in range(count)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 WORD: Final = b" w"
-"""The text of each token begins with this, and nothing else in an answer has it."""
+"""The text of each token begins with this mark, and no other part of an answer has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class PeerConfig:
 
 
 class Ticks:
-    """One timer for all streams, as one engine step serves all its requests. It runs only while somebody waits."""
+    """One timer for all streams, as one engine step serves all its requests. It runs only while a stream waits."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
 
     def wait(self, interval_us: int) -> Awaitable[None]:
-        """Return a future that the next tick ends. The first caller after a tick sets the next one, `interval_us` later."""
+        """Return a future that the next tick ends. The first caller after a tick sets the next tick, `interval_us` later."""
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
@@ -49,5 +49,5 @@ class Ticks:
 
 
 def text_of(index: int) -> str:
-    """Return the text of a token. It is as long as such texts are on average."""
+    """Return the text of a token. It has the average length of real tokens' texts."""
     return f"{WORD.decode()}{index % 1000:03}"

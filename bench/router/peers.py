@@ -1,4 +1,4 @@
-"""Run one of the other processes of `bench.router.cost`: the stand-in workers, or a bare gRPC or HTTP server.
+"""Run another process of `bench.router.cost`: the stand-in workers, or a bare gRPC or HTTP server.
 
     python -m bench.router.peers --config FILE --exit-with-parent
 

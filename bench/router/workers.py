@@ -2,8 +2,8 @@
 
 They speak the link as real workers do: token 0 of a request comes from prefill, the rest from decode after its Attach.
 `testkit.fake_worker` computes each token when it is due. Here the requests of all streams form a wave: all its StepBatches are
-made and serialised before the first one is sent, so that tokens wait for the flooded router and not for its worker. Messages
-that wait travel as a bundle, as `pdserve.worker.link` sends them.
+made and serialised before the first is sent, so that tokens wait for the flooded router and not for its worker. Messages that
+wait travel as a bundle, as `pdserve.worker.link` sends them.
 """
 
 from __future__ import annotations
