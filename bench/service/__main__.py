@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def idle_line(servers: Sequence[Server]) -> str:
-    """Return a line that says what each idle server takes of a core."""
+    """Return a line with each idle server's share of a core."""
     before = [server.cpu_s() for server in servers]
     time.sleep(IDLE_S)
     shares = [(server.cpu_s() - began_s) / IDLE_S for server, began_s in zip(servers, before, strict=True)]

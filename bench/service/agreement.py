@@ -12,8 +12,8 @@ rates, and whether the interval of each other tool overlaps ours. In a closed lo
 requests lowers its rates.
 
 Every tool runs in a session of its own, so all get the same share of the cores from Linux. `--shared-session` runs each tool in
-the server's session as well, and shows what that costs. What a tool does with its own priority is its own: ours makes its
-threads real-time threads where the system allows it.
+the server's session as well, and shows what that costs. Each tool may set its own priority: ours makes its threads real-time
+threads where the system allows it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pdserve_bench.report.compare import Interval, interval, mean_of, percentile
 from testkit.processes import ProcessCluster
 
 ROUNDS = 5
-SERVED = "model"  # the name by which the tools ask for it
+SERVED = "model"  # the name by which the tools ask for the model
 
 
 @dataclass(frozen=True, slots=True)

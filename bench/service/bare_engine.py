@@ -1,5 +1,5 @@
-"""The bare engine that `bench.service.beside_engine` measures beside the service. It is one engine thread in a process of its
-own, without router, HTTP and text. It takes its orders over a pipe."""
+"""The bare engine that `bench.service.beside_engine` measures beside the service. It is one engine thread in a separate
+process, without router, HTTP and text. It takes its orders over a pipe."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
 
 
 def _turn(engine, messages, work: Work, numbers: Iterator[int]) -> Turn:  # type: ignore[no-untyped-def]
-    """Run one turn. Each stream asks its next prompt once it has the last token of the one before."""
+    """Run one turn. Each stream asks its next prompt once it has the last token of the prompt before."""
     from pdserve.core.ids import SeqId
     from pdserve.core.request_spec import RequestSpec
     from pdserve.core.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""`make bench-service` measures what the service takes beside its bare engine.
+"""`make bench-service` measures the cost of the service beside its bare engine.
 
     python -m bench.service.beside_engine [--streams 1 8] [--prompt-tokens 128] [--tokens 64] [--requests 2] [--rounds 15]
 

@@ -23,17 +23,17 @@ REQUEST_TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One load: `streams` requests run at any time, of so many prompt and output tokens each."""
+    """One load: `streams` requests run at any time, each with the given numbers of prompt and output tokens."""
 
     prompt_tokens: int
     output_tokens: int
     streams: int
     requests: int
-    """The requests of one turn. They are a multiple of `streams`, so that all streams work until the end."""
+    """The number of requests of one turn. It is a multiple of `streams`, so that all streams work until the end."""
     goal: float
     """The least ratio of output tokens a second: the better layout of ours above the other server."""
     itl_goal: float | None = None
-    """The greatest ratio of p99 ITL: 1P+1D of ours above the other server. None: there is no such goal."""
+    """The greatest allowed ratio of p99 ITL: our 1P+1D over the other server. None: there is no such goal."""
 
     @property
     def name(self) -> str:

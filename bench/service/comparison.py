@@ -25,8 +25,8 @@ ITL_P99: Final = FIGURES[4][1]
 
 @dataclass
 class Comparison:
-    """All turns, by cell and server. ours: the names of our servers, in the order of the table. The goals do not count those of
-    `not_counted`. Answers of `inexact` ones, whose weights are quantised, may differ from the others'."""
+    """All turns, by cell and server. ours: the names of our servers, in the order of the table. The goals leave out the servers
+    of `not_counted`. The servers of `inexact` have quantised weights, so their answers may differ from the others."""
 
     ours: tuple[str, ...]
     apart: str
@@ -51,7 +51,7 @@ class Comparison:
         return statistics.median(map(figure, self.turns[cell, name]))
 
     def above(self, cell: Cell, name: str, figure: Callable[[Turn], float]) -> Ratio:
-        """Return the ratio of a figure of ours to that of the other server, round by round."""
+        """Return the ratio of our figure to the other server's figure, round by round."""
         assert self.theirs is not None
         return ratio(*([figure(turn) for turn in self.turns[cell, one]] for one in (name, self.theirs)))
 
@@ -132,6 +132,6 @@ def _line(what: str, found: Ratio, goal: str, met: bool) -> str:
 
 
 def order_of(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of a round. Each server begins in turn, so none always runs after the same other one."""
+    """Return the order of a round. Each server begins in turn, so no server always runs after the same other server."""
     start = number % len(names)
     return [*names[start:], *names[:start]]

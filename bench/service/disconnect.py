@@ -49,7 +49,7 @@ class Moment:
     prompt: Sequence[int]
     tokens_read: int
     taken_on: frozenset[int]
-    """Roles whose workers hold blocks at that moment."""
+    """The roles whose workers hold blocks at that moment."""
 
 
 STREAMING: Final = Moment("while it streams", SHORT, TOKENS_READ, frozenset({common_pb2.ROLE_DECODE}))
@@ -86,7 +86,7 @@ def by_grpc(cluster: ProcessCluster, moment: Moment) -> Leave:
     for _ in itertools.islice(call, moment.tokens_read):
         pass
 
-    def leave() -> None:  # it also keeps the call alive: gRPC cancels one that nobody holds
+    def leave() -> None:  # it also keeps the call alive: gRPC cancels a call without references
         call.cancel()
         channel.close()
 
@@ -108,7 +108,7 @@ def by_http(cluster: ProcessCluster, moment: Moment) -> Leave:
     if not moment.tokens_read:
         return connection.close
     response = connection.getresponse()
-    for _ in range(2 * moment.tokens_read):  # an event is a line and an empty one
+    for _ in range(2 * moment.tokens_read):  # an event is a line and an empty line
         response.readline()
 
     def leave() -> None:

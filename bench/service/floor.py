@@ -16,7 +16,8 @@ BFLOAT16_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The work of a model in bfloat16. Its time is that of the products at their peak, or of the bytes at theirs."""
+    """The work of a model in bfloat16. Its time is the time of the products at the peak of products, or of the bytes at the
+    peak of reads."""
 
     flops: StepFlops
     traffic: StepTraffic
@@ -28,7 +29,7 @@ class Floor:
         return cls(StepFlops.of(shape), StepTraffic.of(shape, weight_bits=BFLOAT16_BITS, kv_bits=BFLOAT16_BITS))
 
     def tokens_per_s(self, cell: Cell, machine: Machine) -> float:
-        """Return the output tokens a second of a server that does nothing but this work, and always has full batches."""
+        """Return the output tokens a second of a server that does only this work, and always has full batches."""
         prompt_s = self.flops.chunk(0, cell.prompt_tokens, rows=1) / machine.bf16_flops_s
         starts = [cell.prompt_tokens + cell.output_tokens // 2] * cell.streams
         step_s = max(self.flops.decodes(starts) / machine.bf16_flops_s, self.traffic.decodes(starts) / machine.read_bytes_s)

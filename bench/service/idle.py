@@ -1,4 +1,4 @@
-"""Measure what a cluster costs while nobody uses it: CPU and memory of each of its processes, beside the limits.
+"""Measure the cost of an idle cluster: CPU and memory of each of its processes, beside the limits.
 
     python -m bench.service.idle [--seconds 30] [flags of `pdserve up`]
 
@@ -85,7 +85,7 @@ def measure(seconds: float, workers: Mapping[int, str], stop: threading.Event) -
             percent = 100 * (cpu_s(process) - was) / elapsed_s
             costs.append(Cost(name_of(process, workers), percent, process.memory_full_info().pss))
         except psutil.NoSuchProcess:
-            continue  # the process ended meanwhile
+            continue  # the process has ended in the meantime
     return costs
 
 

@@ -18,7 +18,7 @@ from bench.engine.peers.install import environment
 
 TURN_LIMIT_S: Final = 600.0
 FIGURES: Final = ("TTFT", "TPOT", "E2E")
-"""The times of a request that all tools tell."""
+"""The times of a request that all tools report."""
 VLLM_SERVE: Final = """
 import argparse, sys
 from vllm.benchmarks.serve import add_cli_args, main
@@ -30,7 +30,7 @@ main(parser.parse_args(sys.argv[1:]))
 
 
 class TurnFailed(Exception):
-    """A tool failed, or measured something else than it was told. The message has its last lines."""
+    """A tool failed, or measured another load than it was given. The message has its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder. `own_session`: it runs in a session
-    of its own, as in a terminal of its own."""
+    """A load generator. `command` gets a turn and an empty folder; `read` gets that folder. `own_session`: it runs in a
+    separate session, as in another terminal."""
 
     name: str
     command: Callable[[Turn, Path], list[str]]
@@ -94,7 +94,7 @@ def _run(command: Sequence[str], folder: Path, *, own_session: bool) -> subproce
     """Run a tool, and end whatever it leaves behind.
 
     Linux may share the cores between sessions first (sched(7), "The autogroup feature"). A tool of several processes takes more
-    cores from the server in the server's session than in one of its own.
+    cores from the server in the server's session than in a separate session.
     """
     with subprocess.Popen(
         command,
@@ -161,7 +161,8 @@ def _vllm(python: str, turn: Turn, folder: Path) -> list[str]:
 
 
 def read_vllm(folder: Path) -> Measured:
-    """Read the result file of vLLM's tool. Its gaps between chunks add up to the time from the first token to the last one."""
+    """Read the result file of vLLM's tool. Its gaps between chunks add up to the time from the first token to the last
+    token."""
     told = json.loads((folder / "run.json").read_text())
     ttft_s = [float(one) for one in told["ttfts"]]
     decode_s = [sum(one) for one in told["itls"]]
@@ -199,6 +200,6 @@ def read_aiperf(folder: Path) -> Measured:
 
 
 def _ms(metric: dict[str, Any]) -> float:
-    """Return a metric of AIPerf in seconds. It says its unit with each value."""
+    """Return a metric of AIPerf in seconds. AIPerf names the unit of each value."""
     scale = {"ms": 1e-3, "s": 1.0, "us": 1e-6, "ns": 1e-9}[metric["unit"]]
     return float(metric["value"]) * scale

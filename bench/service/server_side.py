@@ -1,4 +1,5 @@
-"""The server's own figures of a turn: what its router counted of the requests, and how long its processes waited for cores.
+"""The server's own figures of a turn: the router's counts of the requests, and the time for which its processes waited for
+cores.
 
 A load generator on the server's own cores slows the server down. So a tool is right when it reports what the server itself saw
 in the same turn: two tools may differ, and both be right. Linux counts for each thread how long it ran, and how long it was
@@ -57,7 +58,7 @@ class CpuTime:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """All that the server has counted until one moment."""
+    """The server's counts until one moment."""
 
     histograms: Mapping[str, Total]
     cpu: Mapping[str, CpuTime]
@@ -66,7 +67,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that the server saw of one turn."""
+    """The server's figures of one turn."""
 
     means_s: Mapping[str, float]
     """The mean of each figure over the turn's requests."""
@@ -75,7 +76,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One turn, as its tool and as the server saw it."""
+    """The figures of one turn, by its tool and by the server."""
 
     tool: Measured
     server: Seen
@@ -120,7 +121,7 @@ def counters(url: str, pids: Mapping[str, int]) -> Counters:
 
 
 def seen(before: Counters, after: Counters, requests: int) -> Seen:
-    """Return what the server saw between two moments. Raises `TurnFailed` unless it answered exactly so many requests."""
+    """Return the server's figures between two moments. Raises `TurnFailed` unless it answered exactly `requests` requests."""
     means_s = {}
     for name, total in after.histograms.items():
         count = total.count - before.histograms[name].count

@@ -1,7 +1,7 @@
 """The servers of the comparison: clusters of ours and vLLM's CPU server, each a group of processes that can be stopped.
 
-Only one server is asked at a time. The others are stopped by SIGSTOP meanwhile: each takes 1 to 3 % of a core when it is idle,
-and more than that for a while after it was asked.
+Only one server is asked at a time. The others are stopped by SIGSTOP in that time: an idle server takes 1 to 3 % of a core, and
+more for a while after requests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ VLLM: Final = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR", "VL
 class Setup:
     """One layout of ours.
 
-    prefill: 0 means that all workers are colocated. threads: those of each worker. auto: the router chooses the place of each
-    prompt, instead of the prefill pool always. quantization: that of the weights.
+    prefill: 0 means that all workers are colocated. threads: the threads of each worker. auto: the router chooses the place of
+    each prompt, instead of the prefill pool always. quantization: the quantization of the weights.
     """
 
     name: str
@@ -69,7 +69,7 @@ INT8: Final = Setup("1 colocated, int8", 0, 1, 2, quantization="int8")
 
 @dataclass(slots=True)
 class Server:
-    """A server that runs. address: its HTTP address, as HOST:PORT. parents: the processes that it began with."""
+    """A running server. address: its HTTP address, as HOST:PORT. parents: the processes with which it began."""
 
     name: str
     address: str
@@ -178,7 +178,7 @@ def vllm(directory: Path, port: int, threads: int) -> Iterator[Server]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the processes of a session, which are all its own: first in order, then at once."""
+    """End the processes of the server's session: first in order, then at once."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
     process.send_signal(signal.SIGINT)

@@ -61,7 +61,7 @@ def parameters(card: ModelCard) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """The best TTFT, ITL and rate that any engine could reach on this machine with so many threads."""
+    """The best TTFT, ITL and rate that any engine could reach on this machine with this number of threads."""
 
     ttft_s: float
     itl_s: float
@@ -161,7 +161,7 @@ def transfer_lines(setup: Setup, machine: Machine, concurrencies: Sequence[int])
 
 
 def cost_lines(all_setups: list[Setup], concurrencies: Sequence[int]) -> list[str]:
-    """Return a line for each concurrency that says what disaggregation costs here, and where."""
+    """Return a line for each concurrency with the cost of disaggregation here, and its place."""
     apart, together = all_setups[0], all_setups[1]
     lines = []
     for concurrency in concurrencies:
