@@ -1,4 +1,4 @@
-"""Measure what checksums cost prefill: the same prompts pass the engine with and without them, in turns.
+"""Measure the cost of checksums in prefill: the same prompts pass the engine with and without checksums, in turns.
 
     python -m bench.transfer.checksums [--tokens 2048] [--rounds 15] [--model default]
 
@@ -48,7 +48,8 @@ class Prefill:
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:
-        """Compute one prompt. Return the CPU seconds of the whole, sums included, and those until token 0 was told."""
+        """Compute one prompt. Return the CPU seconds of the whole, sums included, and the CPU seconds until token 0 was
+        reported."""
         self.count += 1
         began_s = time.thread_time()
         plan, _ = self.steps.begin([AddLent(SeqId(self.count), RequestSpec(prompt, PARAMS))])

@@ -2,10 +2,10 @@
 
     python -m bench.transfer.handoff [--chunks 8] [--chunk-blocks 32] [--block-kib 360] [--chunk-ms 100] [--runs 15]
 
-Lender and reader are two processes with the production lease service, transfer thread and pull over NIXL; prefill is a
-timer that makes a chunk final every `--chunk-ms`. Three prompts take turns in every round, each with checksums and
-without: one is read while it is computed, one becomes final at once, and one has a single chunk. The floor is a plain
-copy of the same blocks within this process. Every pull is compared bit for bit.
+Lender and reader are two processes with the production lease service, transfer thread and pull over NIXL; prefill is a timer
+that makes a chunk final every `--chunk-ms`. Three prompts take turns in every round, each with checksums and without: the first
+is read while it is computed, the second becomes final at once, and the third has a single chunk. The floor is a plain copy of
+the same blocks within this process. Every pull is compared bit for bit.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class TransportWay:
-    """A reader with a passive process of its own. `run` reads the whole pool in scattered order."""
+    """A reader with its passive process. `run` reads the whole pool in scattered order."""
 
     def __init__(self, stack: ExitStack, name: str, source: Pool, order: list[int]) -> None:
         num_blocks, block_bytes = source.array.shape

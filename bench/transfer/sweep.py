@@ -4,7 +4,7 @@
 
 In every round all ways move the same scattered blocks, one after the other: a plain copy in one process (the floor), a raw
 TCP socket, NIXL within one host with and without checksums at the reader, NIXL held to TCP, and CMA. Every read is compared
-bit for bit. CPU seconds are those of all threads of the reading and of the lending process.
+bit for bit. CPU seconds count all threads of the reading and of the lending process.
 
 *Exposed* is the share of a read's time by which a computation of twice that length ends later when the read runs beside it.
 """
@@ -38,7 +38,7 @@ COUNTS: Final = (1, 16, 256)
 MOST_BYTES: Final = 64 * KIB * KIB
 """The most bytes of one read: a prompt of 3,000 tokens of SmolLM2-135M."""
 SAMPLE_BYTES: Final = 16 * KIB * KIB
-"""Smaller reads follow each other until so many bytes were moved, since a clock and a count of CPU time cost microseconds."""
+"""Smaller reads follow each other until this many bytes were moved, since a clock and a count of CPU time cost microseconds."""
 MOST_REPEATS: Final = 64
 HIDDEN: Final = (256 * KIB, 256)
 """The read that runs behind a computation: (block bytes, blocks)."""
@@ -53,7 +53,7 @@ def grid(quick: bool) -> list[tuple[int, list[int]]]:
 
 
 def measure_cell(bench: Bench, block_bytes: int, count: int, rounds: int) -> Cell:
-    """Measure one size and count by all ways. The first round warms up; in every other one another way begins."""
+    """Measure one size and count by all ways. The first round warms up; in each later round another way begins."""
     repeats = max(1, min(MOST_REPEATS, SAMPLE_BYTES // (block_bytes * count)))
     cell = Cell(block_bytes, count, {name: [] for name in WAYS})
     for turn in range(rounds + 1):
@@ -94,7 +94,7 @@ def _exposed(way: Way, count: int, rounds: int) -> Ratio:
 
 
 def _beside(steps: int, read: Callable[[], None]) -> float:
-    """Return the seconds until a computation has ended that runs in a thread of its own beside a read."""
+    """Return the seconds until a computation has ended that runs in a separate thread beside a read."""
     ended_s: list[float] = []
 
     def run() -> None:

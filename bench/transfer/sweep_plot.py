@@ -17,7 +17,7 @@ _MARKS = ("", "v", "o", "o", "s", "^")
 
 
 def plot(path: Path, sweep: Sweep) -> None:
-    """Draw the sweep for light pages, and into a second file for dark ones. It needs matplotlib."""
+    """Draw the sweep for light pages, and into a second file for dark pages. It needs matplotlib."""
     draw_both(path, (11, 5), lambda figure, theme: _draw(figure, theme, sweep))
 
 

@@ -49,7 +49,7 @@ class Sweep:
     latency_s: dict[str, list[float]]
     """The seconds of single reads of the smallest block, by way."""
     exposed: dict[str, Ratio]
-    """The share of a read's time that a computation beside it takes longer, by way."""
+    """The delay of a computation beside a read, as a share of the read's time, by way."""
 
     @property
     def largest(self) -> list[Cell]:

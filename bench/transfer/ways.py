@@ -37,7 +37,7 @@ WAYS = (FLOOR, SOCKET, "nixl", CHECKED, "nixl, TCP", "cma")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured read, a mean where several small ones follow each other. Seconds of one read."""
+    """One measured read: seconds of one read, as a mean where several small reads follow each other."""
 
     wall_s: float
     reader_cpu_s: float
@@ -120,7 +120,7 @@ class Bench:
         return Way(SOCKET, read, target, peer.pid)
 
     def _transport(self, name: str, transport_name: str) -> tuple[Way, Peer]:
-        """Start a passive process and a transport. Polls wait as those of the production reactor do."""
+        """Start a passive process and a transport. Polls wait as in the production reactor."""
         region = self.source.region
         peer = self._stack.enter_context(started_peer(transport_name, region.num_blocks, region.block_bytes))
         target = self._pool()
