@@ -66,7 +66,7 @@ class _Due:
 
 
 class Injector:
-    """Injects faults on a thread of its own, from entering until `stop`. Every member that it paused runs again when `stop`
+    """Injects faults on a separate thread, from entering until `stop`. Every member that it paused runs again when `stop`
     returns.
     """
 
@@ -124,8 +124,8 @@ class Injector:
         self._perform(kind, name)
 
     def _may(self, name: str) -> bool:
-        """Tell whether the member may be struck: it runs, and so does another one of its pool. A soak without a whole pool
-        would test nothing but waiting.
+        """Tell whether the member may be struck: it runs, and so does another member of its pool. A soak without a whole pool
+        would test only waiting.
         """
         pool = [n for n in self._cluster.worker_names if n.split("-")[0] == name.split("-")[0]]
         others = [n for n in pool if n != name] or [name]
@@ -169,7 +169,7 @@ def _drain(address: str, name: str) -> None:
     """Drain a worker as an operator does. The call may fail, because the router may fail during it."""
     with grpc.insecure_channel(address) as channel:
         try:
-            ask = inference_pb2.DrainRequest(worker_id=name, force=True)  # the others may be away at the moment
+            ask = inference_pb2.DrainRequest(worker_id=name, force=True)  # the other members may be away at the moment
             for _ in admin_pb2_grpc.AdminStub(channel).Drain(ask, timeout=60):
                 pass
         except grpc.RpcError:

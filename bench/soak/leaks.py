@@ -30,7 +30,7 @@ COMPLAINTS: Final = (  # words by which asyncio reports lost tasks, and pdserve 
 
 @dataclass(slots=True)
 class _Seen:
-    """One process, with its footprint when it had settled and its last one. Times are seconds of the monotonic clock."""
+    """One process, with its footprint when it had settled and its last footprint. Times are seconds of the monotonic clock."""
 
     name: str
     began_s: float
@@ -40,13 +40,13 @@ class _Seen:
 
 
 class Growth:
-    """Watches every process that lives long enough, also those that a fault ends. Call `look` now and then, and `found` at the
-    end.
+    """Watches every process that lives long enough, also processes that a fault ends. Call `look` now and then, and `found` at
+    the end.
     """
 
     def __init__(self, cluster: ProcessCluster, *, clients: int = 0) -> None:
-        """`clients`: so many connect to the router at once, and leave their connections when it stands still. A router that is
-        killed in mid-load was last seen with them."""
+        """`clients`: the number of clients that connect to the router at once. They leave their connections open when the load
+        stops. A router that is killed under load was last seen with these connections."""
         self._cluster = cluster
         self._clients = clients
         self._seen: dict[tuple[str, int], _Seen] = {}

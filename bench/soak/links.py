@@ -1,9 +1,9 @@
-"""`make soak-links LINKS=500 MINUTES=10` holds links under four times the load that the cores can carry, and counts those lost.
+"""`make soak-links LINKS=500 MINUTES=10` holds links under four times the load that the cores can carry, and counts lost links.
 
-Two links are those of a real prefill and a real decode worker of the tiny model. More of them belong to workers without
+Two links belong to a real prefill and a real decode worker of the tiny model. The other links belong to workers without
 engines, many in a process, which speak through the real worker's end of a link. The router is a real process. Streams run all
-the time, beside four spinning processes for each core. Nothing is killed, so no link may be lost: the exit status is 1 if one
-is. Streams that broke and were taken up again are counted apart.
+the time, beside four spinning processes for each core. No process is killed, so no link may be lost: the exit status is 1 if a
+link is lost. Streams that broke and were taken up again are counted apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "reliability.md
 END: Final = "<!-- links end -->"
 LOAD: Final = 4  # times what the cores can carry
 REAL_LINKS: Final = 2
-PROCESS_LINKS: Final = 50  # links of one process
+PROCESS_LINKS: Final = 50  # the links of one process
 LOOK_S: Final = 2.0
 START_TIMEOUT_S: Final = 180.0
 PROMPT_TOKENS: Final = 24
@@ -127,7 +127,7 @@ def spinning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def streaming(address: str, count: int, seen: Seen) -> Iterator[None]:
-    """Keep `count` streams running, from one client. Those that run at the end are cancelled."""
+    """Keep `count` streams running, from one client. Streams that run at the end are cancelled."""
     loop = asyncio.new_event_loop()
 
     async def client(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
@@ -182,8 +182,8 @@ def soak(cluster: LinkedCluster, minutes: float, streams: int) -> Seen:
 
 
 def placed(document: str, row: str) -> str:
-    """Return the page with this row in place of the one of as many links, or below the others. Raises `ValueError` for a page
-    without the table's end."""
+    """Return the page with this row in place of the row with the same number of links, or below the other rows. Raises
+    `ValueError` for a page without the table's end."""
     lines = document.splitlines(keepends=True)
     end = lines.index(f"{END}\n")
     key = row.split("|")[1]

@@ -1,7 +1,8 @@
-"""The load of a soak: random requests in a closed loop. Each answer is compared with that of the same request undisturbed.
+"""The load of a soak: random requests in a closed loop. Each answer is compared with the answer of the same request
+undisturbed.
 
-A client behaves as clients should: it tries again when it is told to, a bounded number of times. Some clients leave in the
-middle of their answer, and some set a deadline that may pass.
+A client behaves as clients should: it tries again when the error asks for it, a bounded number of times. Some clients leave in
+the middle of their answer, and some set a deadline that may pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_VIOLATIONS: Final = 50  # this many are kept as text; all are counted
 
 
 class Manner(Enum):
-    """One way in which a client behaves. The value is how often of a hundred times."""
+    """One way in which a client behaves. The value is its frequency in percent."""
 
     STAYS = 75
     LEAVES = 15
@@ -52,7 +53,7 @@ class Case:
 
 
 def random_cases(rng: random.Random, count: int = CASES) -> list[inference_pb2.GenerateRequest]:
-    """Return random requests, half greedy and half seeded. Prompts and outputs have all lengths, short ones more often."""
+    """Return random requests, half greedy and half seeded. Prompts and outputs have all lengths, short lengths more often."""
     asked = []
     for i in range(count):
         prompt = [rng.randrange(PLAIN_IDS) for _ in range(_length(rng, MAX_PROMPT_TOKENS))]
@@ -83,7 +84,7 @@ class Tally:
     recovered: int = 0
     """Requests that succeeded after a retry or rebind within the cluster."""
     tried_again: int = 0
-    """Requests that succeeded after their client tried again, as it was told to."""
+    """Requests that succeeded after their client tried again, as the error asked."""
     left: int = 0
     """Requests that their client left."""
     late: int = 0
@@ -92,7 +93,7 @@ class Tally:
     failures: Counter[str] = field(default_factory=Counter)
     """Tries that failed, by reason; a later try may have succeeded."""
     given_up: Counter[str] = field(default_factory=Counter)
-    """Requests whose client had no tries left, by the reason of the last one."""
+    """Requests whose client had no tries left, by the reason of the last try."""
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
     ttft_s: list[tuple[float, float]] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Tally:
 
 
 class Clients:
-    """Runs `count` clients at once on a thread of its own, from entering until `stop`."""
+    """Runs `count` clients at once on a separate thread, from entering until `stop`."""
 
     def __init__(self, address: str, cases: Sequence[Case], *, count: int, seed: int) -> None:
         self.tally = Tally()
@@ -131,7 +132,7 @@ class Clients:
         self.stop()
 
     def stop(self) -> None:
-        """Send no new requests, and wait up to 180 s for those under way. A request that has not ended by then is a
+        """Send no new requests, and wait up to 180 s for running requests. A request that has not ended by then is a
         violation.
         """
         self._stopping = True

@@ -31,7 +31,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Tell whether a request has succeeded and nothing was wrong."""
+        """Tell whether a request has succeeded and no check has failed."""
         return self.tally.ok > 0 and not (self.tally.num_violations or self.leaks or self.broken)
 
     def show(self, console: Console) -> None:
