@@ -1,8 +1,8 @@
-"""`make bench-deaths`: kill one part of a cluster after the other under load, and write what clients saw into the page.
+"""`make bench-deaths`: kill one part of a cluster after the other under load, and write the clients' results into the page.
 
-Each row has a cluster of its own: the tiny model, the default settings, two workers of each role, streams that run all the
-time, and a short request four times a second. A part is killed, and the cluster is watched for a fixed time. What a version
-cannot do stands in its row as it was seen.
+Each row has its own cluster: the tiny model, the default settings, two workers of each role, streams that run all the
+time, and a short request four times a second. A part is killed, and the cluster is watched for a fixed time. A row shows the
+failures of its version as they were seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAUSE_S: Final = 5.0  # until somebody notices that `pdserve up` has died
 Victim = Callable[[DyingCluster], int | None]
 """Function that returns the process to kill. None: there is no such process."""
 Sequel = Callable[[DyingCluster], Coroutine[Any, Any, str]]
-"""Function that does the rest, and returns a note for the table; empty: there is nothing to add."""
+"""Function that does the rest, and returns a note for the table; empty: there is no note."""
 
 
 async def _nothing(_: DyingCluster) -> str:
@@ -75,7 +75,7 @@ CASES: Final = {
 
 
 async def measure(case: Case, args: argparse.Namespace) -> Death:
-    """Start a cluster, kill a part of it under load, and return what was seen."""
+    """Start a cluster, kill a part of it under load, and return the observations."""
     cluster = DyingCluster(args.prefill, args.decode)
     clients = Clients(cluster.address, args.streams, args.output_tokens)
     try:

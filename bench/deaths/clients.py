@@ -1,4 +1,4 @@
-"""Clients over HTTP, each request on a connection of its own: long streams all the time, and a short request now and then."""
+"""Clients over HTTP, each request on its own connection: long streams all the time, and a short request now and then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.http_stream import post
 ASK_EVERY_S: Final = 0.25
 ASK_TIMEOUT_S: Final = 10.0
 SILENT_S: Final = 60.0
-"""A stream without a token for so long is lost, whatever its connection does."""
+"""A stream without a token for this time is lost, whatever its connection does."""
 AGAIN_S: Final = 0.2
 MOST_ERROR_CHARS: Final = 70
 
@@ -91,7 +91,7 @@ class Clients:
                 one.ended_s = time.monotonic()
 
     async def _ask_for_ever(self) -> None:
-        running: set[asyncio.Task[None]] = set()  # a request that hangs must not hold up the next one
+        running: set[asyncio.Task[None]] = set()  # a request that hangs must not hold up the next request
         try:
             while True:
                 task = asyncio.create_task(self._ask())
@@ -142,7 +142,7 @@ def _note(data: bytes, tokens_s: list[float]) -> None:
 
 
 def _pause_s(one: _Stream, since_s: float, until_s: float) -> float:
-    """Return the longest time without a token from `since_s` on, the one at `since_s` included in whole."""
+    """Return the longest time without a token from `since_s` on. The gap around `since_s` counts as a whole."""
     before = max(at for at in one.tokens_s if at < since_s)
     end_s = min(until_s, one.ended_s or until_s)
     times = [before, *[at for at in one.tokens_s if since_s <= at <= end_s], end_s]

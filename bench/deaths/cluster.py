@@ -1,4 +1,4 @@
-"""A cluster of `pdserve up` whose parts can be killed, by its public commands and ports alone. `close` leaves nothing of it.
+"""A cluster of `pdserve up` whose parts can be killed, by its public commands and ports alone. `close` leaves no process of it.
 
 Workers reach the router through a relay of this process, on another address of the same machine (`router.advertise_host`), so
 that links can be cut without privileges.
@@ -32,7 +32,7 @@ LOOK_S: Final = 2.0
 RELAY_HOST: Final = "127.0.0.2"
 ROOT: Final = Path(__file__).resolve().parents[2]
 MARK: Final = "PDSERVE_BENCH_DEATHS"
-"""A variable that all processes of the cluster inherit, by which those that `pdserve up` left are found."""
+"""A variable that all processes of the cluster inherit. It identifies the processes that `pdserve up` has left."""
 
 
 class Relay:
@@ -87,7 +87,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class DyingCluster:
-    """One cluster with its own ports. `up` starts it, also once more after its death, and `close` ends all that it left."""
+    """One cluster with its own ports. `up` starts it, also once more after its death, and `close` ends all remaining
+    processes."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class DyingCluster:
         self._folder.cleanup()
 
     def _own(self) -> Iterator[psutil.Process]:
-        """Yield the living processes of this cluster, whoever is their parent now."""
+        """Yield the living processes of this cluster, whatever their parent is now."""
         for one in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == self._mark:
@@ -214,7 +215,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def free_port() -> int:
-    """Return a port that is free on both addresses, below those that the kernel gives to outgoing connections."""
+    """Return a port that is free on both addresses, below the ports that the kernel gives to outgoing connections."""
     for port in range(20_000 + os.getpid() % 8_000, 32_000):
         with contextlib.suppress(OSError):
             if port not in _TAKEN:

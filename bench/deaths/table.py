@@ -1,4 +1,4 @@
-"""The measurements of one death, and the table of all of them. Pure."""
+"""The measurements of one death, and the table of all deaths. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """All that was seen of one death. `before` and `after` are process ids by name; `window_s` is how long it was watched.
+    """The observations of one death. `before` and `after` are process ids by name; `window_s` is how long it was watched.
 
-    `note` says what could not be measured, and why. It stands in the table as it is.
+    `note` says what could not be measured, and why. The table shows it unchanged.
     """
 
     what: str
@@ -47,7 +47,8 @@ class Death:
 
 
 def served_again_s(asks: Sequence[Ask]) -> float | None:
-    """Return when the first request after the last failed one was answered. None: the last one failed, or none was sent."""
+    """Return when the first request after the last failed request was answered. None: the last request failed, or no request
+    was sent."""
     ordered = sorted(asks, key=lambda ask: ask.sent_s)
     failed = [index for index, ask in enumerate(ordered) if not ask.served]
     later = ordered[failed[-1] + 1 :] if failed else ordered
@@ -89,14 +90,14 @@ def seconds(value: float) -> str:
 
 
 def table(deaths: Sequence[Death], machine: str, commit: str, date: str, command: str) -> str:
-    """Return the table in Markdown, with what it was measured on above it."""
+    """Return the table in Markdown, below a line about the machine that was measured."""
     rows = [HEAD, ("---",) * len(HEAD), *map(row, deaths)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |" for cells in rows]
     return "\n".join([f"Measured on {machine}, commit {commit}, {date}, with `{command}`.", "", *lines])
 
 
 def placed(document: str, text: str) -> str:
-    """Return the document with `text` between its markers. Raises `ValueError` unless it has each of them once, in order."""
+    """Return the document with `text` between its markers. Raises `ValueError` unless it has each marker once, in order."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
