@@ -71,7 +71,7 @@ grammars are real. [The API](api.md) says what the other clients check.
 
 
 def run(client: Client, server: Server, console: Console) -> tuple[Found | None, str]:
-    """Run one client. Return what it found, or None and the reason."""
+    """Run one client. Return its findings, or None and the reason."""
     try:
         python = client.python(console.print)
         with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def packages(client: Client) -> str:
 
 
 def write(results: Sequence[dict[str, Any]], docs: Path = DOCS) -> None:
-    """Write the results in place of those of earlier runs of the same clients."""
+    """Write the results in place of earlier results of the same clients."""
     path = docs / "results" / "clients.json"
     earlier = json.loads(path.read_text()) if path.exists() else []
     known = {one["client"]: one for one in (*earlier, *results)}
@@ -103,7 +103,7 @@ def write(results: Sequence[dict[str, Any]], docs: Path = DOCS) -> None:
 
 @contextmanager
 def _served(model: str) -> Iterator[Server]:
-    """A cluster that serves a real model. Nothing is left of it."""
+    """A cluster that serves a real model. It leaves no process behind."""
     engine = EngineConfig(model=model, served_model_name="model", kv_cache_memory=512 * MIB, threads=1)
     with ProcessCluster(engine, prefill=1, decode=1) as cluster:
         yield Server(f"http://{cluster.http}", cluster.grpc, "model", resolve(model))

@@ -64,7 +64,8 @@ def agents(name: str, python: Path, server: Server, folder: Path) -> Found:
 
 
 def lm_eval(python: Path, server: Server, folder: Path) -> Found:
-    """Run a task of choices, by log-probabilities of prompts, and one of texts, and compare the former with our own client."""
+    """Run a task of choices, by log-probabilities of prompts, and a task of texts. Compare the first task with our own
+    client."""
     data = folder / "questions.jsonl"
     rows = [{"question": q, "right": right, "wrong": wrong} for q, right, wrong in QUESTIONS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -40,8 +40,8 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Client:
     """A client. `run` gets the Python of its environment, the server and an empty folder, and may raise `ClientFailed`.
-    `environment`: the name of its recipe. `package`: the one of its packages that is the client. `speaks`: it needs a model
-    that calls tools reliably."""
+    `environment`: the name of its recipe. `package`: the name of the client among the packages there. `speaks`: it needs a
+    model that calls tools reliably."""
 
     name: str
     environment: str

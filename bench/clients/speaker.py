@@ -1,4 +1,4 @@
-"""A model that calls tools reliably, which no small one does: it reads the chat and answers by what that asks for.
+"""A model that calls tools reliably, which no small model does: it reads the chat and answers its request.
 
 The router is real, and so are its parsers, its grammars and its wire formats. Workers of tests stand for the model.
 """
@@ -40,7 +40,7 @@ _ANSWER: Final = re.compile(r"^answer: %json (.*)$", re.MULTILINE)
 
 
 def answer(prompt: str, constraint: Constraint | None) -> str:
-    """Return what the model says to a prompt: calls of all tools at first, and the answer once a result is there."""
+    """Return the model's output for a prompt: calls of all tools at first, and the answer once a result is there."""
     try:
         chat = json.loads(prompt)
     except ValueError:
@@ -91,7 +91,7 @@ def example_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 class Speaker(FakeWorker):
-    """A worker whose outputs are those of `answer`."""
+    """A worker whose outputs are the outputs of `answer`."""
 
     def __init__(self, model: ServedModel, role: common_pb2.Role, link: str, token: str) -> None:
         super().__init__(

@@ -56,7 +56,7 @@ def called(run: Callable[[], Any], times: int = 1) -> Any:
 
 
 def said(text: Any) -> None:
-    """Check that a text is that of the model."""
+    """Check that a text is the model's answer."""
     assert text == TEXT, text
 
 

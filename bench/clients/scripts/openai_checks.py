@@ -36,7 +36,7 @@ class Checks:
         return 1
 
     def streams(self) -> int:
-        """A streamed completion and chat equal the unstreamed ones, and usage is told."""
+        """A streamed completion and chat equal the unstreamed answers, and usage is reported."""
         whole = self.client.completions.create(prompt="The sky is", max_tokens=12, **self.same)
         parts = self.client.completions.create(prompt="The sky is", max_tokens=12, stream=True, **self.same)
         assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
