@@ -109,7 +109,7 @@ def write_docs(results: Results) -> None:
 
 
 def in_step(results: Results, text: str, claims: tuple[Claim, ...] = CLAIMS) -> bool:
-    """Tell whether a page says what the results say."""
+    """Tell whether a page agrees with the results."""
     return document.write(text, claims, results.entries) == text
 
 

@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim. `measure` takes about `minutes` minutes for all rounds; `value` says how much its answer is worth, 1 to 3."""
+    """One claim. `measure` takes about `minutes` minutes for all rounds; `value` is the worth of its answer, 1 to 3."""
 
     name: str
     says: str
@@ -63,7 +63,7 @@ class Claim:
     draw: Callable[[Figures, str], None] | None = None
 
     def judgement(self, figures: Figures) -> Judgement:
-        """Judge the figures. Figures that are missing or too few confirm nothing and refute nothing."""
+        """Judge the figures. Missing or too few figures neither confirm nor refute a claim."""
         try:
             return self.judge(figures)
         except MissingFigures as exc:
@@ -88,6 +88,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def together(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of a claim with several parts. Parts that do not agree depend. There is at least one part."""
+    """Return the verdict of a claim with several parts. If the parts do not agree, the verdict is "depends". There is at least
+    one part."""
     assert verdicts, "a claim has at least one part"
     return verdicts[0] if len(set(verdicts)) == 1 else Verdict.DEPENDS

@@ -19,7 +19,7 @@ class BadDocument(Exception):
 
 
 def check_marks(text: str, names: Sequence[str]) -> None:
-    """Check that each claim has one pair of markers and that no pair is inside another one. Raises `BadDocument`."""
+    """Check that each claim has one pair of markers and that no pair is inside another pair. Raises `BadDocument`."""
     found, opened = [], ""
     if len(_ANY.findall(text)) != len(_MARK.findall(text)):
         raise BadDocument("a marker of a claim has another form than `<!-- claim:NAME begin -->` alone on its line")
@@ -65,6 +65,6 @@ def part(claim: Claim, entry: Entry | None) -> str:
         if claim.image:
             lines.append(f"![{claim.says}](images/{claim.image}.png)")
     except MissingFigures:
-        pass  # the verdict has said so
+        pass  # the verdict contains this already
     lines.append(f"Measured on {entry.date} at commit {entry.commit} with {entry.model}, {claim.timing}; {entry.machine}.")
     return "\n\n".join(lines)

@@ -15,7 +15,8 @@ from typing import Final
 from bench.ratios import Ratio, ratio
 
 MIN_ROUNDS: Final = 3
-"""The fewest rounds from which an interval is taken. With one round the interval would have no width and prove anything."""
+"""The fewest rounds from which an interval is taken. With one round the interval would have no width and would prove
+anything."""
 
 
 class MissingFigures(Exception):

@@ -1,4 +1,4 @@
-"""All claims, by the room `measured`. Their order is that of the page."""
+"""All claims, from the room `measured`. They are in the order of the page."""
 
 from __future__ import annotations
 

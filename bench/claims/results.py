@@ -19,7 +19,8 @@ class BadResults(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """The figures of one claim, and how they came about. `quick` figures prove nothing and never reach a page."""
+    """The figures of one claim, and the circumstances of their measurement. `quick` figures prove nothing and never reach a
+    page."""
 
     date: str
     commit: str
@@ -32,7 +33,7 @@ class Entry:
     def fits(self, commit: str, machine: str, model: str, *, quick: bool) -> bool:
         """Tell whether a run with these properties may take this entry over instead of measuring again.
 
-        A commit with a plus sign may stand for different code each time, so nothing is taken over then.
+        A commit with a plus sign may stand for different code each time, so no entry is taken over then.
         """
         return not commit.endswith("+") and (self.commit, self.machine, self.model, self.quick) == (
             commit,

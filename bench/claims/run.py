@@ -13,8 +13,8 @@ from bench.claims.results import Entry, Results
 from bench.claims.setup import Rounds, Setup
 
 Watch = Callable[[str, float], None]
-"""A function that is told a claim's name and the share of its rounds that are done."""
-SLACK: Final = 1.5  # a claim may take so many times its expected minutes before its rounds end early
+"""A function that gets a claim's name and the share of its rounds that are done."""
+SLACK: Final = 1.5  # a claim may take this multiple of its expected minutes before its rounds end early
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Identity:
 
 @dataclass
 class Outcome:
-    """The names of the claims by what became of them. `failed` also has the reasons."""
+    """The names of the claims by their outcome. `failed` also has the reasons."""
 
     measured: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -47,11 +47,10 @@ def run(
     watch: Watch = lambda name, share: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Measure the claims in their order, and write each entry as soon as it is there.
+    """Measure the claims in their order, and write each entry as soon as it is complete.
 
     A claim that the results already answer for this identity is kept unless `again`. A claim whose expected minutes do not fit
-    into what is left of the budget is left out, and a shorter one after it may still run. A claim that fails does not end the
-    run.
+    into the rest of the budget is left out, and a shorter one after it may still run. A claim that fails does not end the run.
     """
     outcome, end_s = Outcome(), clock() + budget_s
     for claim in claims:

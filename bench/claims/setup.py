@@ -21,7 +21,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, and short or full measurements. `quick`: sizes are a fraction of the full ones, and prove nothing."""
+    """The model, and short or full measurements. `quick`: sizes are a fraction of the full sizes, and the figures prove
+    nothing."""
 
     model: str = "default"
     quick: bool = False
@@ -53,7 +54,7 @@ class Setup:
 
 @dataclass
 class Rounds:
-    """The rounds of one claim. They end early where the time is up, but not before `MIN_ROUNDS`.
+    """The rounds of one claim. They end early when the time is up, but not before `MIN_ROUNDS`.
 
     `tick` is called after each round with the share that is done. `clock` returns seconds.
     """

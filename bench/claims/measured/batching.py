@@ -16,7 +16,7 @@ SHORTER: Final = 4  # lengths are a quarter of the trace's, so that a round take
 
 
 def jobs_of(count: int) -> list[Job]:
-    """Return so many requests with the lengths of the trace, a quarter of each."""
+    """Return `count` requests with a quarter of the lengths of the trace."""
     return [Job(prompt_of(prompt // SHORTER, i), output // SHORTER) for i, (prompt, output) in enumerate(AZURE[:count])]
 
 

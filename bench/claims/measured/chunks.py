@@ -1,4 +1,5 @@
-"""Two claims about chunked prefill: how long a long prompt stops the streams beside it, and what the chunk size trades."""
+"""Two claims about chunked prefill: how long a long prompt stops the streams beside it, and which times the chunk size
+trades."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def measure_sizes(setup: Setup, rounds: Rounds) -> Figures:
 
 
 def judge_sizes(found: Figures) -> Judgement:
-    """Confirm where the largest chunk has the longer TPOT and the smallest one the longer TTFT, beyond the intervals."""
+    """Confirm where the largest chunk has the longer TPOT and the smallest chunk has the longer TTFT, beyond the intervals."""
     tpot = found.ratio(f"TPOT s at {SIZES[-1]}", f"TPOT s at {SIZES[0]}")
     ttft = found.ratio(f"TTFT s at {SIZES[0]}", f"TTFT s at {SIZES[-1]}")
     sizes = f"{SIZES[-1]:,} instead of {SIZES[0]}"

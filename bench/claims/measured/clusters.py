@@ -36,7 +36,7 @@ class Side:
 def both(setup: Setup, *, env: Mapping[str, str] | None = None, worker: dict[str, Any] | None = None) -> Iterator[list[Side]]:
     """Run 1 prefill + 1 decode worker, and beside them 2 colocated workers, of one thread each, until the block ends.
 
-    `env` and `worker` are those of `ProcessCluster`, for the first cluster.
+    `env` and `worker` are arguments of `ProcessCluster` for the first cluster.
     """
     engine = EngineConfig(model=setup.model, kv_cache_memory=KV_BYTES, threads=1, enable_prefix_caching=False)
     with ExitStack() as stack:

@@ -26,7 +26,7 @@ def measure_rates(setup: Setup, rounds: Rounds) -> Figures:
 
 
 def judge_rates(found: Figures) -> Judgement:
-    """Compare each ratio to the claimed one."""
+    """Compare each ratio to the claimed ratio."""
     ratios = {batch: found.ratio(f"tokens/s at {batch}", "tokens/s at 1") for batch in EXPECTED}
     verdicts = [inside(ratios[b], (1 - ABOUT) * much, (1 + ABOUT) * much) for b, much in EXPECTED.items()]
     return Judgement(together(verdicts), f"Here it is 1 : {ratios[8]} : {ratios[32]}.")
@@ -73,7 +73,7 @@ def judge_prompt(found: Figures) -> Judgement:
 
 
 def table_prompt(found: Figures) -> Table:
-    """Return the time of the prompt beside that of each step."""
+    """Return the time of the prompt beside the time of each step."""
     prompt_s = found.median("prompt s")
     rows = tuple(
         (str(batch), f"{found.median(f'step s at {batch}') * 1e3:.1f}", str(found.ratio("prompt s", f"step s at {batch}")))

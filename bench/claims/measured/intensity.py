@@ -75,7 +75,7 @@ def table(found: Figures) -> Table:
 
 
 def draw(found: Figures, path: str) -> None:
-    """Draw the roofline for light pages, and into a second file for dark ones. It needs matplotlib."""
+    """Draw the roofline for light pages, and into a second file for dark pages. It needs matplotlib."""
     marks = []
     for case in CASES:
         rate = found.count(f"{case.name} operations") / found.median(f"{case.name} s")

@@ -1,4 +1,4 @@
-"""The claim about the link: KV transfer is negligible on a fast one, and below some speed disaggregation stops paying.
+"""The claim about the link: KV transfer is negligible on a fast link, and below some speed disaggregation stops paying.
 
 Measured: a request alone, disaggregated over a link of each speed, beside the same request on colocated workers. Modelled: the
 slowest link with which two pools serve as many requests within tight targets as one pool (`pdserve.capacity.verdict`), for two

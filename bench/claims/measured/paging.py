@@ -20,7 +20,7 @@ from pdserve.core.step_plan import Sampled, StepPlan
 
 BLOCK: Final = {"paged": 16, "contiguous": MOST_TOKENS}
 POOL_TOKENS: Final = 12 * MOST_TOKENS  # 540 MiB of KV for the default model
-REPEATS: Final = 4  # the lengths are served so many times, so that most of the run has a full pool
+REPEATS: Final = 4  # the number of times that the lengths are served, so that most of the run has a full pool
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Occupancy:
     used: list[float] = field(default_factory=list)
 
     def watch(self, plan: StepPlan) -> None:
-        """Count the sequences and the tokens whose KV is stored, and the room that is held for them."""
+        """Count the sequences, the tokens whose KV is stored, and the room that is held for them."""
         scheduler, pool = self.loop.scheduler, self.loop.pool
         for piece in plan.slices:
             self.ends[piece.seq_id] = piece.start + len(piece.token_ids)
@@ -58,7 +58,7 @@ def _made_up(plan: StepPlan) -> list[Sampled]:
 
 
 def measure(setup: Setup, rounds: Rounds) -> Figures:
-    """Count sequences and waste for both, then measure steps of so many sequences in turns."""
+    """Count sequences and waste for both, then measure steps with these numbers of sequences in turns."""
     found = Figures()
     context = sum(prompt + output // 2 for prompt, output in AZURE) // len(AZURE)
     found.counts["mean tokens of a running sequence"] = context

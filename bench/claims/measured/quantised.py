@@ -19,7 +19,7 @@ KINDS: Final = ("prefill", "decode of 1", "decode of 32")
 
 
 def measure_kv(setup: Setup, rounds: Rounds) -> Figures:
-    """Count the sequences that fit the same bytes, and measure steps of so many, in turns."""
+    """Count the sequences that fit the same bytes, and measure steps with these numbers of sequences, in turns."""
     found, all_steps = Figures(), {}
     for dtype in KV_DTYPES:
         kind = "auto" if dtype == "bfloat16" else dtype
@@ -88,7 +88,8 @@ def measure_weights(setup: Setup, rounds: Rounds) -> Figures:
 
 
 def judge_weights(found: Figures) -> Judgement:
-    """Confirm where decode of one sequence is faster and prefill is not; refute where both are. Formats that differ depend."""
+    """Confirm where decode of one sequence is faster and prefill is not; refute where both are. If the formats differ, it
+    depends."""
     verdicts, texts = [], []
     for kind in WEIGHTS[1:]:
         prefill, decode = (found.ratio(f"{kind} {phase}", f"bfloat16 {phase}") for phase in KINDS[:2])

@@ -21,13 +21,13 @@ from pdserve.core.step_plan import ONE_GREEDY, Sampled, SequenceSlice, StepPlan
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler, SequenceKind
 
-AT_LEAST_S: Final = 0.25  # one sample is the mean of as many steps as take this long
+AT_LEAST_S: Final = 0.25  # one sample is the mean of steps that take this long together
 CHUNK: Final = 512  # the default budget of a step on a CPU
 VOCABULARY: Final = 500  # prompts use the ids below it, which every model has
 
 
 def prompt_of(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Return a prompt of so many token ids. Different seeds differ from the first token on."""
+    """Return a prompt of `tokens` token ids. Prompts of different seeds differ from the first token on."""
     return tuple((7 + 31 * seed + i * (1 + seed % 5)) % VOCABULARY for i in range(tokens))
 
 
@@ -35,13 +35,13 @@ class Steps:
     """The steps of one runner, timed one kind at a time."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        """Fill the KV pool, since the system would read all pages that nobody wrote from one page of zeros."""
+        """Fill the KV pool, since the system would read all unwritten pages from one page of zeros."""
         self.runner = runner
         for cache in runner.kv.caches:
             cache.tensor.view(torch.uint8).fill_(0x3C)
 
     def decode_s(self, batch: int, context: int) -> float:
-        """Return the mean CPU seconds of a step of `batch` sequences with `context` tokens each, the new one included."""
+        """Return the mean CPU seconds of a step of `batch` sequences with `context` tokens each, the new token included."""
         blocks = ceil_div(context, self.runner.kv.spec.block_size)
         assert batch * blocks <= self.runner.kv.num_blocks, "the pool is too small for this batch"
         slices = [
@@ -51,7 +51,8 @@ class Steps:
         return self._mean_s(lambda: self.runner.execute(plan))
 
     def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Return the mean CPU seconds of a prompt of `tokens` tokens after `cached` others, in chunks as the scheduler's."""
+        """Return the mean CPU seconds of a prompt of `tokens` tokens after `cached` others, in chunks like the scheduler's
+        chunks."""
         plans = self.prompt_plans(prompt_of(tokens), cached)
         return self._mean_s(lambda: [self.runner.execute(plan) for plan in plans])
 
