@@ -86,8 +86,8 @@ _KNOWN: Final = tuple(one.name for one in dataclasses.fields(_Settings))
 
 
 def classes_of(changes: Mapping[str, Mapping[str, Any]], setting: str) -> dict[str, SloClass]:
-    """Return the classes by name: the built-in ones with the changes, and the new ones. `setting` is the dotted name of the
-    changes. Raises `ConfigError`, which names the setting of the class."""
+    """Return the classes by name: the built-in classes with the changes, and the new classes. `setting` is the dotted name of
+    the changes. Raises `ConfigError`, which names the setting of the class."""
     return BUILT_IN | {name: _changed(name, values, f"{setting}.{name}") for name, values in changes.items()}
 
 

@@ -99,7 +99,7 @@ class Dispatcher:
         return ()
 
     def pump(self, now_s: float, *, tick: bool = False) -> Effects:
-        """Place waiting requests, as far as there is room. At a `tick`, also look at those for which only time has passed: a
+        """Place waiting requests, as far as there is room. At a `tick`, also look at requests for which only time has passed: a
         wait may be over, or a pair may be usable again."""
         waiting = self._requests.waiting
         opened = self._news() != self._seen or (tick and self._placer.pairs_in_trouble)

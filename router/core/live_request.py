@@ -266,7 +266,7 @@ class LiveRequest:
     open_ended: bool = False
     """The client named no `max_tokens`."""
     charged_tokens: int | None = None
-    """The tokens that the client has been charged for this request. None: it has not been charged yet."""
+    """The tokens that the client has been charged for this request. None: the client has not been charged yet."""
     charged_to: tuple[Line, Path] | None = None
     """The flows that were charged. A replay waits elsewhere, and its client still pays for the output."""
     beside: LinkId | None = None
@@ -395,7 +395,7 @@ class LiveRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """Return how many output tokens may still follow those that the client has."""
+        """Return how many output tokens may still follow the tokens that the client has."""
         return self.spec.sampling.max_tokens - len(self.emitted)
 
     @property

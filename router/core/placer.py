@@ -372,8 +372,8 @@ class Placer:
         return [w for w in workers if not self._silent(w, now_s) and any(usable is None or usable(w) for usable, _, _ in ways)]
 
     def to_keep(self, request: LiveRequest, *, now_s: float) -> Worker | None:
-        """Return the decode worker whose next room a request without room should claim. None: all that could serve it are
-        claimed."""
+        """Return the decode worker whose next room a request without room should claim. None: all workers that could serve it
+        are claimed."""
         for usable, _, _ in self._ways(request, now_s):
             worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
             if worker is not None:

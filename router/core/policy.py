@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
     refused: bool  # it refused work and has not shown since that it takes more
     claimed: bool = False  # its next room goes to a probe
     running: int = 0  # sequences that this router placed on it
-    prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: nobody knows yet
-    decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: nobody knows yet
+    prompt_tokens_per_s: float = 0.0  # prompt tokens that it computes in a second; 0: unknown
+    decode_step_s: float = 0.0  # time of one of its steps without prompts; 0: unknown
     step_sequences: int = 0  # sequences that it ran when it reported this time
     picked: int = 0  # number of the pick, counted over the pool, that last chose it; 0: none did
     cached_tokens: int = 0  # tokens of this request's prompt whose KV it probably holds
@@ -281,13 +281,13 @@ def _in_band(band: int, burden: float) -> float:
 
 @shortlisted(Shortlist(least_loaded=1))
 def least_loaded(candidate: Candidate, request: RequestView) -> float:
-    """Prefer the prefill worker whose queue is the shortest, or the decode worker that is the emptiest."""
+    """Prefer the prefill worker with the shortest queue, or the emptiest decode worker."""
     return -candidate.load
 
 
 @shortlisted(Shortlist(drawn=2))
 def power_of_two(candidate: Candidate, request: RequestView) -> float:
-    """Let two workers be drawn by chance, and prefer the one with less load.
+    """Draw two workers by chance, and prefer the less loaded worker.
 
     Two draws already avoid nearly all long queues (Mitzenmacher, "The power of two choices in randomized load balancing",
     2001), and several routers that see the same loads do not all run to the same worker.

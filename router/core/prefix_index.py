@@ -99,7 +99,7 @@ class KeyMasks:
             yield from generation.items()
 
     def get(self, key: int) -> int | None:
-        """Return the mask of a key. None: nobody holds it."""
+        """Return the mask of a key. None: no worker holds it."""
         for generation in self._generations:
             mask = generation.get(key)
             if mask is not None:
@@ -136,7 +136,7 @@ class KeyMasks:
         self._merge(MOVED_KEYS * len(keys))
 
     def unset(self, bit: int, keys: Collection[int]) -> None:
-        """Remove a worker's bit from the masks of these keys. A key that nobody holds any more goes."""
+        """Remove a worker's bit from the masks of these keys. A key without holders is removed."""
         for generation in self._generations:
             if generation.keys().isdisjoint(keys):
                 continue
@@ -479,7 +479,7 @@ class PrefixIndex:
 
     @property
     def keys(self) -> int:
-        """The number of keys that the index holds, with those of credit."""
+        """The number of keys that the index holds, credit keys included."""
         return len(self._masks)
 
     @property

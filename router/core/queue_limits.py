@@ -137,7 +137,7 @@ class Shares:
                 yield request
 
     def check_invariants(self, new: Iterable[LiveRequest]) -> None:
-        """Assert that the shares are those of the new requests that wait."""
+        """Assert that the shares equal the sums over the waiting new requests."""
         waiting = list(new)
         for depth in range(3):
             counted = {request.request_id for share in self._at(depth) for request in share.requests.values()}
@@ -394,7 +394,7 @@ class QueueLimits:
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, (self._new + len(self._replays)) / drained_per_s))
 
     def check_invariants(self, waiting: Iterable[LiveRequest]) -> None:
-        """Assert that the counts are those of the requests that wait."""
+        """Assert that the counts equal the sums over the waiting requests."""
         all_ = list(waiting)
         new = [r for r in all_ if not r.replay]
         assert self._replays == {r.request_id for r in all_ if r.replay}

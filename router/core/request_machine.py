@@ -121,7 +121,7 @@ MAX_HISTORY: Final = 32
 @dataclass(slots=True)
 class RequestMachine:
     """The state of one request. `attempt` counts end-to-end tries, from 1. `bind` counts decode reservations of all attempts;
-    the first one is 1."""
+    the first bind is 1."""
 
     request_id: RequestId
     state: RequestState = RequestState.QUEUED

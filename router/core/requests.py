@@ -50,7 +50,7 @@ class Deadlines:
         self._heap: list[tuple[float, int, RequestId]] = []
 
     def __len__(self) -> int:
-        """Return the number of deadlines in the heap, including those of ended requests."""
+        """Return the number of deadlines in the heap, including deadlines of ended requests."""
         return len(self._heap)
 
     def add(self, request: LiveRequest) -> None:

@@ -37,8 +37,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of one waiting request before or behind others. Requests of one line are ordered by `tags`, those of different
-    lines by `time_s`."""
+    """The place of one waiting request before or behind others. Requests of one line are ordered by `tags`, requests of
+    different lines by `time_s`."""
 
     time_s: float
     """The time when the first token should leave, counted from the time of the client's fair turn, less the seconds that its
