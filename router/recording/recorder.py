@@ -30,7 +30,7 @@ MAX_BYTES: Final = 64 << 20
 END_BYTES: Final = 256
 """The bytes of `MAX_BYTES` that are kept for the last line."""
 MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
-CLOSE_S: Final = 5.0  # after this time the router no longer waits for a disk that writes nothing
+CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
 
 _Item = tuple[float, ev.Event, Outcome]
 
