@@ -207,32 +207,34 @@ class RouterConfig(RouterConstants):
     # This file holds the chat template, in Jinja. None takes the model's own.
     chat_template: str | None = None
     # Calls of tools are read from the output in this form: hermes, mistral, llama3_json, deepseek_v3, granite, pythonic, or
-    # none. "auto" takes the one whose marks the chat template has.
+    # none. "auto" takes the form whose marks the chat template has.
     tool_call_parser: str = "auto"
-    # Reasoning is split from the output in this form: qwen3, deepseek_r1, or none. "auto" takes the one that the chat template
+    # Reasoning is split from the output in this form: qwen3, deepseek_r1, or none. "auto" takes the form that the chat template
     # asks for.
     reasoning_parser: str = "auto"
     # Web pages of these origins, such as https://chat.example, may use the HTTP ports from a browser. "*" allows all pages, and
-    # "null" those without an origin, such as files. Clients that are no browsers send no origin, and are not concerned.
+    # "null" those without an origin, such as files. Clients other than browsers send no origin, and are not affected.
     allowed_origins: tuple[str, ...] = ()
-    # Where HTTP listens on loopback, a request must name an IP address, localhost or one of these as its host, without a port.
-    # "*" allows all names. If set, this holds for other addresses as well.
+    # Where HTTP listens on loopback, a request must name an IP address, localhost or one of these names as its host, without a
+    # port. "*" allows all names. If set, this holds for other addresses as well.
     allowed_hosts: tuple[str, ...] = ()
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`,
-    # `queue_share`, `urgent`, `client` and `max_deadline_s`. Built-in are default, voice, code, chat and batch; what is
-    # not set here stays as it is.
+    # `queue_share`, `urgent`, `client` and `max_deadline_s`. Built-in are default, voice, code, chat and batch; fields that are
+    # not set here stay as they are.
     slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
     # A request that names no class belongs to this one.
     default_class: str = "default"
     # Turns are fair between clients. What one client is: an "address" (of IPv6 its /64), a "connection", the "api_key" that it
-    # sends in Authorization, or the value of a header, such as "header:x-tenant". Who sends none is told by the address.
+    # sends in Authorization, or the value of a header, such as "header:x-tenant". A client without such a key or header is
+    # identified by its address.
     fairness_key: str = "address"
-    # The waiting requests of one client may fill this share of the queue. A full queue lets the one give way that has most.
+    # The waiting requests of one client may fill this share of the queue. When the queue is full, the client with the most
+    # waiting requests gives way.
     client_queue_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     # A request may ask for a priority of at most this (over HTTP: of at least its negative, since there a lower number goes
     # first, as in vLLM). Each level is a head start of 3 s before the requests of other clients.
     max_client_priority: Annotated[int, Meta(ge=0, le=100)] = 0
-    # A request may ask to be computed on its decode worker if its prompt has at most so many tokens. None sets no limit.
+    # The longest prompt, in tokens, with which a request may ask to be computed on its decode worker. None sets no limit.
     max_client_colocated_tokens: NonNegativeInt | None = 2048
     # The router refuses further requests while so many wait. None follows the workers; lower it to refuse rather than let wait.
     max_queued_requests: PositiveInt | None = None
@@ -339,11 +341,11 @@ class AutoscalingConfig:
     slo_class: str | None = None
     # This share of the requests should meet the targets.
     attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.99
-    # Both pools together have at most so many workers, those that start or leave included. None sets no such limit.
+    # The most workers of both pools together, starting and leaving workers included. None sets no such limit.
     max_workers: PositiveInt | None = None
     # The same for the GPUs that they reserve (`num_gpus` of the pools).
     max_gpus: NonNegativeFloat | None = None
-    # The same for what they cost in an hour (`price_per_hour` of the pools), in any currency.
+    # The most that all workers may cost in an hour (`price_per_hour` of the pools), in any currency.
     max_price_per_hour: NonNegativeFloat | None = None
     # Finer settings of the planner, such as {downscale_delay_s: 600}; docs/autoscaling.md lists them.
     planner: dict[str, Any] = field(default_factory=dict)
@@ -352,9 +354,9 @@ class AutoscalingConfig:
         check_types(self)
 
     def check_affordable(self, prefill: PoolCost, decode: PoolCost) -> None:
-        """Check that the smallest pools and the configured ones respect the limits of both together. Raises `ConfigError`."""
+        """Check that the smallest pools and the configured pools respect the limits of both together. Raises `ConfigError`."""
         for name in ("min_replicas", "replicas"):
-            counts = [min(getattr(pool, name), 1 << 53) for pool in (prefill, decode)]  # a larger one has no float
+            counts = [min(getattr(pool, name), 1 << 53) for pool in (prefill, decode)]  # a larger number has no float
             gpus = prefill.gpus * counts[0] + decode.gpus * counts[1]
             price = prefill.price_per_hour * counts[0] + decode.price_per_hour * counts[1]
             for limit, amount in (("max_workers", sum(counts)), ("max_gpus", gpus), ("max_price_per_hour", price)):

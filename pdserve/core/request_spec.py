@@ -24,8 +24,8 @@ class RequestSpec:
     priority: int = limited(0, IntRange(-100, 100), means="Requests with a larger number go first.")
     """Requests with a larger priority are served first, but no request waits for ever."""
     cache_salt: str = limited("", MaxBytes(128), means="Cached prompts are shared only between requests with the same salt.")
-    """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another's prompts by
-    timing."""
+    """KV of equal prefixes is shared only among requests with the same salt, so a tenant cannot find another tenant's prompts
+    by timing."""
     tpot_s: float = 0.0
     """The target of the request's class for the time between its tokens. Steps that generate them compute fewer prompt tokens
     to meet it. 0: there is no target."""

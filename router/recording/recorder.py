@@ -24,13 +24,13 @@ from router.recording.transcript import Outcome, Transcript
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 8192
-"""The most events that wait for the thread. A busy router makes so many in a few seconds."""
+"""The most events that wait for the thread. A busy router makes this number of events in a few seconds."""
 MAX_BYTES: Final = 64 << 20
 """A recording stops at this size, so that one which nobody stops fills no disk."""
 END_BYTES: Final = 256
 """The bytes of `MAX_BYTES` that are kept for the last line."""
 MAX_FILES: Final = 1000  # a router that restarts more often has filled the disk with something else
-CLOSE_S: Final = 5.0  # a disk that writes nothing for so long keeps the router no longer
+CLOSE_S: Final = 5.0  # after this time the router no longer waits for a disk that writes nothing
 
 _Item = tuple[float, ev.Event, Outcome]
 
