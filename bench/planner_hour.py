@@ -31,8 +31,7 @@ from bench.slow_cluster import Look, RealDay, run_day
 from bench.slow_worker import Step, write_costs
 from pdserve.cluster.scaling.limits import limits_of, planner_settings, targets_of
 from pdserve.config import ClusterConfig, load
-from pdserve.core.block_hash import block_hashes, chain_salt
-from pdserve.core.prefix_keys import key_of
+from pdserve.core.block_hash import block_hashes, chain_salt, key_of
 from pdserve_bench.workload.request import BenchRequest
 from sim.perf.cluster import ClusterSpec, calm_router, run_cluster
 from sim.perf.controllers import PlannerController

@@ -10,7 +10,7 @@ from typing import Final
 
 import grpc
 
-from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
+from pdserve.core.sampling import TokenLogprobs, unpack_logprobs
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 TIMEOUT_S: Final = 120.0

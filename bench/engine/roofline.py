@@ -16,7 +16,7 @@ from typing import Final
 from bench.engine.floors import Machine
 from bench.engine.peers.cases import Case
 from pdserve.checkpoint.card import ModelCard
-from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

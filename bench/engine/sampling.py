@@ -35,8 +35,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.logit_edits import edits_of
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, edits_of
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from pdserve.config import RouterConfig
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, LeaseId, RequestId, WorkerId
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from bench.engine.floors import Machine
 from bench.service.cells import Cell
 from pdserve.core.model_spec import ModelSpec
-from pdserve.core.roofline.flops import StepFlops
-from pdserve.core.roofline.shape import ModelShape
-from pdserve.core.roofline.traffic import StepTraffic
+from pdserve.core.roofline import ModelShape, StepFlops, StepTraffic
 
 BFLOAT16_BITS = 16
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pdserve.checkpoint.families.gemma import TEXT_DEFAULTS
 from pdserve.checkpoint.numbers import integer, integers
 from pdserve.core.errors import ConfigError
-from pdserve.core.roofline.shape import (
+from pdserve.core.roofline import (
     AttentionShape,
     LayerShape,
     MlpShape,

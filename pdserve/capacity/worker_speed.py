@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.capacity.question import MOST_USERS, CapacityQuestion
-from pdserve.core.roofline.flops import StepFlops
-from pdserve.core.roofline.traffic import StepTraffic
+from pdserve.core.roofline import StepFlops, StepTraffic
 
 ROWS: Final = 256
 """Rows of logits that a step may hold at once: vLLM's default of sequences, and this project's largest."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs, unpack_logprobs
 from pdserve.rpc.codec import finish_from_wire
 from pdserve.rpc.v1 import inference_pb2
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdserve.core.block_hash import BlockHash
+from pdserve.core.block_hash import BlockHash, PublishedKeys
 from pdserve.core.blocks import BlockCounts, BlockPool, Holder, Reservation, SumBlocks
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, SeqId
 from pdserve.core.kv_layout import KvGroup, Shortage
-from pdserve.core.prefix_keys import PublishedKeys
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
 """The blocks of a holder in each group, in prompt order. The groups come first. The entry of a dead block is `NULL_BLOCK`, and

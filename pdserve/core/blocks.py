@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from pdserve.core.block_hash import BlockHash
+from pdserve.core.block_hash import BlockHash, PublishedKeys
 from pdserve.core.errors import IllegalTransition, InternalBug
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
-from pdserve.core.prefix_keys import PublishedKeys
 
 
 class HolderKind(Enum):

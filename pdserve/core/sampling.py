@@ -1,4 +1,4 @@
-"""Sampling parameters, and the random numbers of the draws.
+"""Sampling parameters, the random numbers of the draws, edits of logits, and log-probabilities. Pure.
 
 A draw depends on (seed, output index) alone, never on batch, worker or attempt, so a seeded request gets the same tokens on
 any worker and in any batch.
@@ -6,9 +6,12 @@ any worker and in any batch.
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxCount, RealRange, TextLengths, check_fields, limited
@@ -170,3 +173,119 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+# Edits of logits ------------------------------------------------------------------------------------------------------
+#
+# The edits of a sequence's logits: its own parameters and tokens change them before a token is drawn.
+#
+# Penalties depend only on the prompt and the output so far, so a sequence that was preempted, replayed or handed over edits its
+# logits in the same way. Each token is counted once, when it is known, so a step costs only its new tokens.
+
+
+class LogitEdits:
+    """The edits of one sequence, which owns them. Order: the biases are added; then `seen_ids` get the repetition penalty, and
+    the frequency and presence penalties by their output counts.
+
+    The arrays hold signed 32-bit ids and counts and float32 biases, as compiled code reads them. They grow, so their
+    addresses hold for one step only.
+    """
+
+    __slots__ = ("_done", "_place", "_prompt_len", "bias", "bias_ids", "output_counts", "seen_ids")
+
+    def __init__(self, params: SamplingParams, prompt_len: int) -> None:
+        self.bias_ids = array("i", (token_id for token_id, _ in params.logit_bias))
+        self.bias = array("f", (bias for _, bias in params.logit_bias))
+        self.seen_ids = array("i")
+        """The ids that the penalties change, each once, in order of appearance. They include the ids of the prompt only if
+        there is a repetition penalty."""
+        self.output_counts = array("i")
+        """The number of times that seen_ids[i] is in the output."""
+        self._place: dict[int, int] = {}
+        self._prompt_len = prompt_len
+        self._done = 0 if params.repetition_penalty != 1.0 else prompt_len
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Count the new tokens. `tokens` is the prompt, then the output; tokens of earlier calls must not have changed."""
+        for position in range(self._done, len(tokens)):
+            self._count(tokens[position], position >= self._prompt_len)
+        self._done = max(self._done, len(tokens))
+
+    def _count(self, token_id: int, is_output: bool) -> None:
+        place = self._place.setdefault(token_id, len(self.seen_ids))
+        if place == len(self.seen_ids):
+            self.seen_ids.append(token_id)
+            self.output_counts.append(0)
+        self.output_counts[place] += is_output
+
+
+def edits_of(params: SamplingParams, prompt_len: int) -> LogitEdits | None:
+    """Make the edits of one sequence. Return None when the parameters change no logit."""
+    return LogitEdits(params, prompt_len) if params.edits_logits else None
+
+
+# Log-probabilities ----------------------------------------------------------------------------------------------------
+#
+# Log-probabilities of output tokens. They are immutable, because they cross threads and, packed, the wire.
+
+MAX_PROMPT_LOGPROBS_BYTES: Final = 3 << 20
+"""Bytes that the log-probabilities of one prompt may take on the wire. A message of a link has at most 8 MiB, and one step
+ends at most two prompts that are scored; clients of gRPC take 4 MiB unless told otherwise."""
+_TOKEN_BYTES: Final = 4
+_TOP_BYTES: Final = 8  # a float and an id, which has up to 4 bytes below 2^28
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities of one output token: natural logarithms of the model's own probabilities, before temperature,
+    penalties, bias and filters.
+
+    `top` has (id, log-probability) of the most likely tokens, most likely first; the lower id comes first among equals. The
+    drawn token is not added to `top`.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PackedLogprobs(Protocol):
+    """The log-probabilities of consecutive output tokens, concatenated, as they cross the wire. Each output token has the same
+    number of likeliest tokens."""
+
+    @property
+    def chosen(self) -> Sequence[float]:
+        """The log-probability of each drawn token."""
+
+    @property
+    def top_ids(self) -> Sequence[int]:
+        """The ids of the likeliest tokens of all output tokens."""
+
+    @property
+    def top(self) -> Sequence[float]:
+        """The log-probability of each id in `top_ids`."""
+
+
+def check_prompt_logprobs(prompt_len: int, count: int | None) -> None:
+    """Check that the log-probabilities of a prompt, with `count` likeliest tokens each, fit one message. Raises
+    `InvalidRequest`."""
+    if count is None:
+        return
+    most = MAX_PROMPT_LOGPROBS_BYTES // (_TOKEN_BYTES + _TOP_BYTES * count)
+    if prompt_len > most:
+        raise InvalidRequest(
+            f"{count} likeliest tokens are possible for prompts of at most {most} tokens, and this one has {prompt_len}",
+            field="prompt_logprobs",
+        )
+
+
+def unpack_logprobs(packed: PackedLogprobs, count: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities of each of `count` tokens. Raises ValueError when `packed` holds another number."""
+    width, rest = divmod(len(packed.top), max(count, 1))
+    if len(packed.chosen) != count or rest:
+        raise ValueError(
+            f"{len(packed.chosen)} log-probabilities and {len(packed.top)} likeliest tokens came, {count} tokens were expected"
+        )
+    if any(map(math.isnan, packed.chosen)) or any(map(math.isnan, packed.top)):
+        raise ValueError("a log-probability is not a number")
+    top = tuple(zip(packed.top_ids, packed.top, strict=True))
+    return tuple(TokenLogprobs(value, top[i * width : (i + 1) * width]) for i, value in enumerate(packed.chosen))

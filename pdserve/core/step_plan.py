@@ -13,9 +13,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.logit_edits import LogitEdits
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import LogitEdits, SamplingParams, TokenLogprobs
 from pdserve.core.structured.grammar_state import GrammarState
 
 

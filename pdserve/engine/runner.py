@@ -21,10 +21,9 @@ from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.model_spec import ModelSpec
-from pdserve.core.roofline.expert_load import ExpertLoad, expert_load
-from pdserve.core.roofline.shape import ModelShape
-from pdserve.core.roofline.traffic import StepTraffic
+from pdserve.core.roofline import ModelShape, StepTraffic
 from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
+from pdserve.core.worker import ExpertLoad, expert_load
 from pdserve.engine.attention.api import Scores
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
@@ -39,7 +38,6 @@ from pdserve.engine.layers.rows import TiledRows, WholeRows
 from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.loading.load import stream_weights
 from pdserve.engine.loading.source import TensorSource
-from pdserve.engine.masks import MaskThread
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
 from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
@@ -49,7 +47,7 @@ from pdserve.engine.models.batched import BatchedDecoder, Hidden
 from pdserve.engine.models.decoder import Backend, Decoder, obstacle
 from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
-from pdserve.engine.sampler import best_ids, sample
+from pdserve.engine.sampler import MaskThread, best_ids, sample
 
 DRAFTS_OBSTACLE: Final = (
     "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdserve.observe.record import RequestRecord
+from pdserve.core.report import RequestRecord
 from pdserve.observe.snapshot import ClassSnapshot
 
 BUCKET_S: Final = 10.0

@@ -10,7 +10,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pdserve.core.roofline.utilisation import computed_tokens
+from pdserve.core.roofline import computed_tokens
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerLoad
 from pdserve.observe.snapshot import WorkerSnapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from pdserve.core.roofline.utilisation import START, Utilisation, utilisation
+from pdserve.core.roofline import START, Utilisation, utilisation
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.roofline.utilisation import START
+from pdserve.core.roofline import START
 from pdserve.core.slo import DemandCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.planner.observations import DemandObserved, Missed, Observations, PoolObserved

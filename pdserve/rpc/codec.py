@@ -14,21 +14,19 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from pdserve.core.block_hash import KEY_BYTES, MAX_DELTA_KEYS, PrefixDelta
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.lease import FirstToken, LeaseView
 from pdserve.core.limits import field_types
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.prefix_keys import KEY_BYTES, MAX_DELTA_KEYS, PrefixDelta
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
-from pdserve.core.roofline.utilisation import Utilisation
-from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
+from pdserve.core.roofline import Utilisation
+from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams, TokenLogprobs
 from pdserve.core.slo import ClassDemand, DemandCounts
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
-from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, peer_pb2, story_pb2
 
 Value = TypeVar("Value")

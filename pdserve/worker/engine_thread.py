@@ -27,7 +27,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import Holder, HolderKind, SumBlocks
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
-from pdserve.core.roofline.step_counts import StepCounts
+from pdserve.core.roofline import StepCounts
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.collect import Final as FinalBlocks

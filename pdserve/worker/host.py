@@ -28,9 +28,8 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, NumericalError, PdserveError, Unavailable
 from pdserve.core.ids import Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.core.structured.constraint import FIELD
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.collect import Advance, OutputToken

@@ -16,7 +16,7 @@ import grpc
 from pdserve.config import WorkerConfig
 from pdserve.core.errors import InvalidRequest, ReplicaLost
 from pdserve.core.ids import WorkerId
-from pdserve.core.roofline.step_counts import since
+from pdserve.core.roofline import since
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, WorkerHello, check_budget
 from pdserve.rpc import codec
 from pdserve.rpc.beats import Beats

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pdserve.core.block_hash import KeyChanges
 from pdserve.core.block_pools import BlockTables
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.kv_layout import Shortage
-from pdserve.core.prefix_keys import KeyChanges
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad

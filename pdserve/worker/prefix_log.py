@@ -13,7 +13,7 @@ from itertools import islice
 from operator import xor
 from typing import Final
 
-from pdserve.core.prefix_keys import MAX_DELTA_KEYS, MAX_TOLD, TOLD_AT_ONCE, KeyChanges, PrefixDelta
+from pdserve.core.block_hash import MAX_DELTA_KEYS, MAX_TOLD, TOLD_AT_ONCE, KeyChanges, PrefixDelta
 
 MAX_LOGGED: Final = MAX_DELTA_KEYS
 """The log has at most so many changes of keys, 8 MB. It takes a link that hears nothing for minutes to fall off."""

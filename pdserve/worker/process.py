@@ -41,9 +41,7 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import BlockSum, Incarnation, WorkerId
 from pdserve.core.kv_layout import DTYPE_BITS, KvGroup
-from pdserve.core.roofline.flops import StepFlops
-from pdserve.core.roofline.shape import ModelShape
-from pdserve.core.roofline.step_counts import StepCounts
+from pdserve.core.roofline import ModelShape, StepCounts, StepFlops
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.cache import KvCache

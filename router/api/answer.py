@@ -13,9 +13,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from pdserve.core.errors import Cancelled, InternalBug
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 
 
 class CallDelta(msgspec.Struct, frozen=True):

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InternalBug, InvalidRequest, Overloaded
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from router.api.answer import Delta
 from router.api.identity import new_request_id
 from router.api.request import Choices, GenerateInput, Prompt, check_beams, is_chat

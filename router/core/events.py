@@ -14,14 +14,13 @@ from typing import NewType, Protocol, TypeVar
 
 import msgspec
 
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.kv_layout import Shortage
-from pdserve.core.logprobs import PackedLogprobs
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import Placement
+from pdserve.core.sampling import PackedLogprobs, Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.api.answer import Delta

@@ -24,9 +24,9 @@ from pdserve.core.errors import ErrorCode, PdserveError
 from pdserve.core.ids import WorkerId
 from pdserve.core.worker import Role
 from router.core import outliers
-from router.core.account import TRIAL_RESULTS, Account, place_of
 from router.core.events import LinkId
 from router.core.live_request import Charge, LiveRequest, RemoteWork
+from router.core.outliers import TRIAL_RESULTS, Account, place_of
 from router.core.registry import NOT_YET_PROBED, Registry, Worker
 from router.core.request_machine import RequestState
 

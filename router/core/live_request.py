@@ -11,10 +11,9 @@ import msgspec
 
 from pdserve.core.errors import ErrorCode, InternalBug, PdserveError
 from pdserve.core.ids import Handle, Incarnation, RequestId, WorkerId
-from pdserve.core.logprobs import unpack_logprobs
 from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import FINISH_BY_NUMBER, Placement
+from pdserve.core.sampling import FINISH_BY_NUMBER, Placement, unpack_logprobs
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
 from pdserve.core.worker import Role
 from router.api.answer import Delta

@@ -19,9 +19,9 @@ from itertools import chain
 from operator import xor
 from typing import Final
 
+from pdserve.core.block_hash import MAX_TOLD, TOLD_AT_ONCE, PrefixDelta
 from pdserve.core.errors import ReplicaLost
 from pdserve.core.ids import Handle
-from pdserve.core.prefix_keys import MAX_TOLD, TOLD_AT_ONCE, PrefixDelta
 from pdserve.core.worker import Role, WorkerHello
 from router.core.events import LinkId
 

@@ -12,11 +12,11 @@ from typing import Final
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import CannotDrain, CannotFlip, IncompatiblePeer, WorkerIdTaken
 from pdserve.core.ids import Handle, RequestId, WorkerId
-from pdserve.core.roofline.utilisation import START
+from pdserve.core.roofline import START
 from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello, WorkerLoad, shown_digest
-from router.core.account import Account, place_of
 from router.core.events import LinkId
 from router.core.live_request import RemoteWork
+from router.core.outliers import Account, place_of
 from router.core.turns import Turn
 
 # Backlog ---------------------------------------------------------------------------------------------------------

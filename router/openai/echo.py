@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from router.api.answer import Delta
 from router.api.request import Prompt
 from router.openai.json import encode_json

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import TokenLogprobs
 from router.openai.json import encode_json
 
 TokenBytes = Callable[[int], bytes]

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from operator import xor
 from typing import Any
 
-from pdserve.core.prefix_keys import KEY_BYTES
+from pdserve.core.block_hash import KEY_BYTES
 
 
 class KeyRedaction:

@@ -14,14 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pdserve.config import RouterConfig
-from pdserve.core.block_hash import BlockHash, chain_salt, next_hash, root_hash
+from pdserve.core.block_hash import BlockHash, chain_salt, key_of, next_hash, root_hash
 from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, check_types, limit_of
-from pdserve.core.logprobs import check_prompt_logprobs
-from pdserve.core.prefix_keys import key_of
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.sampling import Placement, SamplingParams, check_prompt_logprobs
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
 from pdserve.core.worker import newest_field

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, InternalBug, Overloaded, PdserveError, RouterStopping
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
+from pdserve.core.report import RequestRecord
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role, check_budget
 from pdserve.observe.attainment import WINDOW_S, Attainment
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.metrics_pages import MetricsPages
-from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation
 from router.api.explanation import Explanation

@@ -17,13 +17,11 @@ from zlib import crc32
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.llama import LLAMA, llama_spec
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.model_spec import RopeSpec
-from pdserve.core.sampling import FinishReason, SamplingParams, uniform
+from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs, uniform
 from pdserve.core.structured.constraint import Constraint
 from pdserve.text.output import OutputText
-from pdserve.text.tokenizer import Tokenizer
-from pdserve.text.utf8 import Utf8Stream
+from pdserve.text.tokenizer import Tokenizer, Utf8Stream
 
 VOCAB_SIZE: Final = 64
 EOS: Final = 1

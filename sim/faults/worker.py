@@ -16,11 +16,11 @@ from typing import Any, Final, cast
 from decode_worker.role import DecodeRole
 from kvtransfer.api import Region
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
+from pdserve.core.block_hash import KEY_BYTES
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
-from pdserve.core.prefix_keys import KEY_BYTES
 from pdserve.core.step_plan import StepPlan
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_thread import EngineView

@@ -12,8 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from pdserve.core.block_hash import block_hashes, chain_salt
-from pdserve.core.prefix_keys import key_of
+from pdserve.core.block_hash import block_hashes, chain_salt, key_of
 from pdserve_bench.workload import traces
 from pdserve_bench.workload.traces import BLOCK_TOKENS
 

@@ -12,11 +12,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, SeqId, WorkerId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.logprobs import PackedLogprobs
-from pdserve.core.prefix_keys import PrefixDelta
-from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason
+from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, PackedLogprobs
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.worker.host import CountedCommands

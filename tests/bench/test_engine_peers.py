@@ -19,7 +19,7 @@ from bench.engine.shapes import SHAPES
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.resolve import resolve
-from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline import ModelShape
 
 SERVER = """
 import os

@@ -26,10 +26,9 @@ from bench.service.server_side import (
     seen,
     totals,
 )
-from pdserve.core.report import Report
+from pdserve.core.report import Report, RequestRecord
 from pdserve.core.sampling import Placement
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import ClusterSnapshot
 
 REPORT = Report(

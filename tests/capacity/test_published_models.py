@@ -17,7 +17,7 @@ from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.layout import read_json
 from pdserve.checkpoint.resolve import resolve
 from pdserve.core.errors import ConfigError
-from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline import ModelShape
 
 BYTES = 2  # of a number in 16 bits
 

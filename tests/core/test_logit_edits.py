@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.logit_edits import LogitEdits, edits_of
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import LogitEdits, SamplingParams, edits_of
 
 TOKENS = st.lists(st.integers(0, 6), max_size=30)
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from pdserve.core.block_hash import BlockHash, block_hashes
+from pdserve.core.block_hash import KEY_BYTES, BlockHash, PublishedKeys, block_hashes, key_of
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.ids import SeqId
-from pdserve.core.prefix_keys import KEY_BYTES, PublishedKeys, key_of
 
 PROMPTS = [block_hashes(tokens, 1) for tokens in ((1, 2, 3), (1, 2, 4), (5, 6, 7))]
 

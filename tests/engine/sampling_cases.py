@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.core.logit_edits import edits_of
-from pdserve.core.sampling import GREEDY_BELOW, SamplingParams
+from pdserve.core.sampling import GREEDY_BELOW, SamplingParams, edits_of
 from pdserve.core.step_plan import SampleSpec
 
 

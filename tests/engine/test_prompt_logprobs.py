@@ -12,9 +12,8 @@ from engine_ways import WAYS
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, TokenLogprobs
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.engine.schedule.scheduler import Scheduler

@@ -12,9 +12,8 @@ from starlette.applications import Starlette
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import InternalBug, InvalidRequest, PdserveError, UnknownModel
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
-from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.sampling import FinishReason, Placement, SamplingParams, TokenLogprobs
 from router.api.answer import Delta
 from router.api.identity import ClientNames
 from router.api.request import ChatPrompt, DetokenizeInput, GenerateInput, TokenizeInput

@@ -14,7 +14,7 @@ from http_fakes import MODEL, WORDS, FakeApi, FakeGeneration, served
 from raw_http import post
 
 from pdserve.core.errors import InvalidRequest, Overloaded, ReplicaLost
-from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import TokenLogprobs
 from router.api.request import GenerateInput
 from router.openai.request import candidate_ids, parse_chat, parse_completion
 

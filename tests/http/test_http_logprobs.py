@@ -12,9 +12,8 @@ from http_fakes import MODEL, FakeApi, app_of
 from raw_http import protocol_post
 
 import router.http.answer
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
-from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.sampling import FinishReason, Placement, TokenLogprobs
 from router.api.answer import Delta
 from router.api.request import GenerateInput
 from router.openai.logprobs import LogprobsFormat, logprobs_format

@@ -12,13 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.report import Report
-from pdserve.core.roofline.expert_load import ExpertLoad, HotExpert
+from pdserve.core.report import Report, RequestRecord
 from pdserve.core.sampling import Placement
 from pdserve.core.slo import ClassDemand, DemandCounts
-from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.observe.metrics import Metrics
-from pdserve.observe.record import RequestRecord
 from pdserve.observe.snapshot import (
     ClusterSnapshot,
     EjectionSnapshot,

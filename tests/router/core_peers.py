@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.config import RouterConfig
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import PdserveError, TransferFailed, Unavailable
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams

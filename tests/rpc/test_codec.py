@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
 from pdserve.core.lease import FirstToken, LeaseView
-from pdserve.core.logprobs import TokenLogprobs, unpack_logprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams
+from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams, TokenLogprobs, unpack_logprobs
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, peer_pb2
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.limits import field_types
-from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.worker import Role, WorkerHello, WorkerLoad
+from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc import codec
 from pdserve.rpc.codec import FieldCodec

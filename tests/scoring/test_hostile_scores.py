@@ -7,9 +7,8 @@ import math
 import pytest
 
 from pdserve.core.errors import InternalBug, InvalidRequest
-from pdserve.core.logprobs import MAX_PROMPT_LOGPROBS_BYTES, TokenLogprobs, check_prompt_logprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, TokenLogprobs, check_prompt_logprobs
 from pdserve.rpc.codec import logprobs_to_wire
 from pdserve.rpc.v1 import link_pb2
 from router.core.live_request import delta_of

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import Placement
+from pdserve.core.sampling import Placement, TokenLogprobs
 from pdserve.engine.schedule.scheduler import Scheduler
 from router.api.answer import Delta
 from sim.faults.checkers import check_outcome

@@ -13,8 +13,8 @@ import pytest
 
 from pdserve.core.worker import Role
 from router.core import outliers
-from router.core.account import Account
 from router.core.health import Cause, Health
+from router.core.outliers import Account
 from sim.faults.run import RunReport, run_with_sick_workers
 from sim.perf.cluster import ClusterSpec, PerfCluster, calm_router, run_cluster
 from sim.perf.costs import LLAMA2_70B_A100

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.prefix_keys import PrefixDelta
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.text.output import OutputText
 from router.api.answer import Delta

@@ -17,8 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from pdserve.core.ids import Handle
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, SamplingParams
-from pdserve.text.output import OutputText
-from pdserve.text.stops import StopScanner
+from pdserve.text.output import OutputText, StopScanner
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.host import OutputStream
 from router.api.answer import Delta

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.stops import StopScanner
+from pdserve.text.output import StopScanner
 
 TEXTS = st.text("ab\n", max_size=40)  # two letters and a line end: matches and near matches are common
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), min_size=1, max_size=4)

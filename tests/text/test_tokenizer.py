@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from pdserve.core.errors import ConfigError, InvalidRequest
-from pdserve.text.tokenizer import Tokenizer
-from pdserve.text.utf8 import Utf8Stream
+from pdserve.text.tokenizer import Tokenizer, Utf8Stream
 
 MODELS = ("tiny", "default")
 EMOJI = "👩‍👩‍👧‍👦🏳️‍🌈🎉 naïve 日本語"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
+from pdserve.core.block_hash import KeyChanges, PrefixDelta
 from pdserve.core.worker import Role
 from pdserve.rpc.codec import prefix_delta_from_wire, prefix_delta_to_wire
 from pdserve.worker.prefix_log import FULL_S, PrefixCursor, PrefixLog

@@ -12,8 +12,7 @@ from torch import Tensor
 from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.logit_edits import edits_of
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.sampling import SamplingParams, edits_of
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.runner import ModelRunner

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
+from pdserve.core.worker import LayerCounts
 
 
 class Samples(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import StepPlan
+from pdserve.core.worker import LayerCounts
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.rows import Rows
 from pdserve.engine.models.api import Logits

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.core.model_spec import DenseSpec, LayerSpec, MlaSpec, ModelSpec
-from pdserve.core.roofline.expert_load import LayerCounts
+from pdserve.core.worker import LayerCounts
 from pdserve.engine.attention.api import Attention, Scores
 from pdserve.engine.layers.elementwise import Softcap
 from pdserve.engine.layers.gqa import GqaPart

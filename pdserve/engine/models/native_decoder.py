@@ -25,8 +25,8 @@ from torch import Tensor
 from pdserve.core.errors import InternalBug, OutOfThreads
 from pdserve.core.ids import BlockId
 from pdserve.core.model_spec import Attention, AttentionSpec, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
-from pdserve.core.roofline.expert_load import LayerCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
+from pdserve.core.worker import LayerCounts
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.latent import expansion, in_halves
 from pdserve.engine.layers.linear import ABSORB, EXPAND, HEAD, ROUTER, CompiledScheme

@@ -8,7 +8,7 @@ from itertools import repeat
 
 import numpy as np
 
-from pdserve.core.logprobs import TokenLogprobs
+from pdserve.core.sampling import TokenLogprobs
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec
 from pdserve.engine.native.library import ROW_BYTES, ROW_DRAW, ROW_MORE
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.logprobs import TokenLogprobs
-from pdserve.core.sampling import FinishReason
+from pdserve.core.sampling import FinishReason, TokenLogprobs
 from pdserve.core.step_plan import NO_TOKEN, Sampled, accept
 from pdserve.engine.schedule.room import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState

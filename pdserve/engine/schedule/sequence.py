@@ -17,10 +17,8 @@ from pdserve.core.block_hash import PrefixChain
 from pdserve.core.blocks import Holder, HolderKind
 from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.logit_edits import LogitEdits, edits_of
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.sampling import FinishReason, LogitEdits, SamplingParams, TokenLogprobs, edits_of
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.core.structured.grammar_state import GrammarState
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from pdserve.text.utf8 import Utf8Stream
+from pdserve.text.tokenizer import Utf8Stream
 
 
 class MarkInserter:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.roofline.expert_load import MOST_HOT, ExpertLoad, HotExpert, expert_load
+from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, expert_load
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 

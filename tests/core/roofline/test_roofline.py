@@ -16,9 +16,18 @@ from pdserve.core.model_spec import (
     NormSpec,
     RopeSpec,
 )
-from pdserve.core.roofline.flops import StepFlops, attended, causal_pairs
-from pdserve.core.roofline.shape import LayerShape, ModelShape, dense_mlp, gqa_attention, mla_attention, moe_mlp
-from pdserve.core.roofline.traffic import StepTraffic
+from pdserve.core.roofline import (
+    LayerShape,
+    ModelShape,
+    StepFlops,
+    StepTraffic,
+    attended,
+    causal_pairs,
+    dense_mlp,
+    gqa_attention,
+    mla_attention,
+    moe_mlp,
+)
 
 LLAMA_8B = ModelShape(128256, 4096, ((LayerShape(gqa_attention(4096, 32, 8, 128, 128), dense_mlp(4096, 14336)), 32),), False)
 LLAMA_70B = ModelShape(128256, 8192, ((LayerShape(gqa_attention(8192, 64, 8, 128, 128), dense_mlp(8192, 28672)), 80),), False)

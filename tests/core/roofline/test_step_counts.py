@@ -12,14 +12,21 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.roofline.expert_load import ExpertLoad
-from pdserve.core.roofline.flops import StepFlops
-from pdserve.core.roofline.shape import LayerShape, ModelShape, dense_mlp, gqa_attention
-from pdserve.core.roofline.step_counts import COUNTED, EXPERT_STEPS, StepCounts, since
-from pdserve.core.roofline.traffic import StepTraffic
+from pdserve.core.roofline import (
+    COUNTED,
+    EXPERT_STEPS,
+    LayerShape,
+    ModelShape,
+    StepCounts,
+    StepFlops,
+    StepTraffic,
+    dense_mlp,
+    gqa_attention,
+    since,
+)
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SequenceSlice, StepPlan
-from pdserve.core.worker import WorkerLoad
+from pdserve.core.worker import ExpertLoad, WorkerLoad
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Activate, AddLent, Reserve

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.core.roofline.utilisation import START, Utilisation, utilisation
+from pdserve.core.roofline import START, Utilisation, utilisation
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 
 HELLO = WorkerHello(

@@ -15,7 +15,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import KvGroup
 from pdserve.core.model_spec import MlaSpec, NormSpec
-from pdserve.core.roofline.shape import ModelShape
+from pdserve.core.roofline import ModelShape
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.runner import ModelRunner

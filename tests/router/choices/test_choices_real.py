@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import MIB, EngineConfig, WorkerConfig
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
-from pdserve.core.sampling import Placement
+from pdserve.core.sampling import Placement, TokenLogprobs
 from pdserve.core.worker import Role
 from router.api.request import GenerateInput
 from testkit.processes import Process

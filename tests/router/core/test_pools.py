@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import RequestId
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import Handle
-from pdserve.core.roofline.utilisation import START
+from pdserve.core.roofline import START
 from pdserve.core.slo import SloClass
 from pdserve.core.worker import Role, WorkerLoad
 from router.core import events as ev

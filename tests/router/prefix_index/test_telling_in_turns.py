@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.core.block_hash import KeyChanges, PrefixDelta
 from pdserve.core.ids import Handle
-from pdserve.core.prefix_keys import KeyChanges, PrefixDelta
 from pdserve.core.worker import Role
 from pdserve.worker import prefix_log
 from pdserve.worker.prefix_log import PrefixCursor, PrefixLog

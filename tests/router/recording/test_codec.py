@@ -16,10 +16,9 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.error_table import CLASSES
 from pdserve.core.errors import IllegalTransition, InvalidRequest, Overloaded, PdserveError, ReplicaLost
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
-from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.sampling import FinishReason, Placement, SamplingParams, TokenLogprobs
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.core.worker import WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2

@@ -8,8 +8,8 @@ from operator import xor
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.ids import RequestId
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.worker import Role

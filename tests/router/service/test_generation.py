@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import Cancelled
-from pdserve.core.logprobs import TokenLogprobs
 from pdserve.core.report import Report
-from pdserve.core.sampling import FinishReason, Placement, SamplingParams
+from pdserve.core.sampling import FinishReason, Placement, SamplingParams, TokenLogprobs
 from router.api.answer import Delta
 from router.service.buffered_generation import MAX_JOINED, MAX_JOINED_CHARS, BufferedGeneration, Deliveries, slow_clients
 

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from pdserve.core.block_hash import MAX_DELTA_KEYS
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Handle
-from pdserve.core.prefix_keys import MAX_DELTA_KEYS
 from pdserve.rpc.bundle import unbundled
 from pdserve.rpc.server import make_server
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc

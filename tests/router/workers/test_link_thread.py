@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import ConfigError
-from pdserve.core.prefix_keys import PrefixDelta
 from pdserve.core.worker import WorkerLoad
 from router.core import events as ev
 from router.workers import link as router_link

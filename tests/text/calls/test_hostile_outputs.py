@@ -13,7 +13,7 @@ from pdserve.text.calls.output import OutputParser
 from pdserve.text.calls.qwen3_coder import types_of
 from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS
-from pdserve.text.stops import StopScanner
+from pdserve.text.output import StopScanner
 
 CHARS = 1_000_000
 BOUND_S = 60.0

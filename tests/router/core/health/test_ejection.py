@@ -384,7 +384,7 @@ def test_an_unequal_device_is_not_slow() -> None:
 
 
 def test_a_hello_tells_the_place() -> None:
-    from router.core.account import place_of
+    from router.core.outliers import place_of
 
     from ...core_peers import hello
 

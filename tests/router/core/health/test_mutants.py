@@ -11,9 +11,9 @@ import pytest
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
 from router.core import outliers
-from router.core.account import Account
 from router.core.health import Health
 from router.core.live_request import LiveRequest
+from router.core.outliers import Account
 from router.core.pairs import Pairs
 
 from ...core_peers import Job, Stage

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pdserve.core.roofline.utilisation import START
+from pdserve.core.roofline import START
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.core.outliers import COMPARED, SLOW, TOO_SLOW, WorkerPace, pace_of, slowness
 
