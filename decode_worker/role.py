@@ -142,8 +142,8 @@ class DecodeRole(HostedRole[BoundRequest]):
 
     def _reserved(self, request: BoundRequest, result: ReserveResult) -> None:
         if result.block_tables is None:
-            self._forget(request)
             self._no_room(request.handle, request.request_id, request.prompt_len, result.shortage)
+            self._forget(request)  # last: if our own code fails before, the request is still there to be failed
             return
         self.note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
         if not request.local_prefill:
@@ -165,7 +165,8 @@ class DecodeRole(HostedRole[BoundRequest]):
         """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
         needed = sum(group.blocks_for(prompt_len) + 1 - group.first_live(prompt_len) for group in self._host.kv_spec.groups)
         lacking: dict[str, Value] = {} if shortage is None else {"shortage": str(shortage)}
-        counts = {"blocks_needed": needed, "requests": len(self._by_handle), "draining": int(self._host.draining)}
+        others = len(self._by_handle.keys() - {handle})
+        counts = {"blocks_needed": needed, "requests": others, "draining": int(self._host.draining)}
         self._host.stories.note(request_id, WorkKind.NO_ROOM, **counts, **lacking)
         said = decode_pb2.NoRoom(handle=handle, blocks_needed=needed, shortage=codec.shortage_to_wire(shortage))
         self._host.send(link_pb2.WorkerMessage(no_room=said))
@@ -221,10 +222,10 @@ class DecodeRole(HostedRole[BoundRequest]):
     def _token(self, request: BoundRequest, token: OutputToken) -> link_pb2.StepRow:
         row = request.output.push(*token[1:])
         if row.finish_reason:
-            self._forget(request)
             self.note(request, WorkKind.FINISHED, tokens=token.output_index + 1)
             if token.finish_reason is None:  # a stop string, which the engine does not know of
                 self._host.submit(Abort(request.seq_id))
+            self._forget(request)  # last, as above
         return row
 
     def _cancel(self, handle: Handle) -> None:

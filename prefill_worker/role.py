@@ -256,7 +256,7 @@ class PrefillRole(HostedRole[LentRequest]):
         """
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
-            self.note(request, WorkKind.LEASE_ENDED, how=lease.state)
             self._by_handle.pop(request.handle, None)
             self._host.submit(Abort(lease.seq_id))
             self._host.submit(ReturnLease(lease.seq_id))
+            self.note(request, WorkKind.LEASE_ENDED, how=lease.state)

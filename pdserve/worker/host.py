@@ -455,11 +455,18 @@ class HostedRole(ABC, Generic[Request]):
                 result = act(request, item)
             except Exception as exc:
                 log.exception("request %s", request.request_id)
-                self._fail(request, InternalBug(f"{self.name} worker: {exc!r}"))
+                self._fail_alone(request, InternalBug(f"{self.name} worker: {exc!r}"))
             else:
                 if result is not None:
                     results.append(result)
         return results
+
+    def _fail_alone(self, request: Request, error: PdserveError) -> None:
+        """Fail a request. If our own code fails at that too, the other requests of the step still get what is theirs."""
+        try:
+            self._fail(request, error)
+        except Exception:
+            log.exception("request %s could not be failed", request.request_id)
 
     def _take_losses(self, events: StepEvents) -> None:
         """Note which requests were preempted, and fail those that the engine could not go on with."""
@@ -469,10 +476,10 @@ class HostedRole(ABC, Generic[Request]):
         for seq_id in events.failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 worker_id = self._host.config.worker_id
-                self._fail(request, NumericalError(f"the logits of a step were not finite numbers on worker {worker_id}"))
+                self._fail_alone(request, NumericalError(f"the logits of a step were not finite numbers on worker {worker_id}"))
         for seq_id, reason in events.grammars_failed:
             if (request := self._by_seq.get(seq_id)) is not None:
-                self._fail(request, InvalidRequest(reason, field=FIELD))  # the same request would fail anywhere
+                self._fail_alone(request, InvalidRequest(reason, field=FIELD))  # the same request would fail anywhere
 
     def note(self, request: Request, kind: WorkKind, **fields: Value) -> None:
         """Write down what has just happened to a request."""

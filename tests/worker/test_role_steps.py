@@ -20,7 +20,7 @@ from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, prefill_pb2
-from pdserve.worker.host import Host, HostedRole, OutputStream
+from pdserve.worker.host import Host, HostedRole, OutputStream, WorkKind, WorkStories
 from pdserve.worker.messages import Abort, Command, Lent, ReserveResult, ReturnLease, StepEvents
 from prefill_worker.role import PrefillRole
 from router.core.events import LinkId, NoRoom
@@ -89,10 +89,10 @@ def cancel(handle: int) -> link_pb2.RouterMessage:
 def break_at(patch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., bool]) -> None:
     real = getattr(owner, name)
 
-    def planted(self: Any, *args: Any) -> Any:
+    def planted(self: Any, *args: Any, **fields: Any) -> Any:
         if broken(self, *args):
             raise ValueError("planted")
-        return real(self, *args)
+        return real(self, *args, **fields)
 
     patch.setattr(owner, name, planted)
 
@@ -152,6 +152,45 @@ def test_a_reservation_that_fails_costs_its_request_and_no_other_of_the_step(mon
         assert decode.rows() == [(SECOND, 0)]
         assert decode.failures() == [(FIRST, BUG)]
         await decode.role.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize("fails_at", [WorkKind.FINISHED, WorkKind.NO_ROOM])
+def test_a_request_whose_end_fails_is_reported_and_forgotten(monkeypatch, fails_at):
+    """(1) The last token of a request comes, or its reservation is refused. (2) What its story should say raises. (3) The
+    router hears that the request failed, and the other request of the step gets what is its own."""
+
+    async def story() -> None:
+        decode = bench(DecodeRole)
+        for handle in (FIRST, SECOND):
+            decode.role.on_command(bind(handle))
+        refused = fails_at is WorkKind.NO_ROOM
+        reserved = (ReserveResult(SeqId(1), None if refused else ((BlockId(1),),)), ReserveResult(SeqId(2), ((BlockId(2),),)))
+        name = decode.role._by_handle[FIRST].request_id
+        decode.role._by_handle[SECOND].request_id = "other"
+        break_at(monkeypatch, WorkStories, "note", lambda self, request_id, kind: request_id == name and kind is fails_at)
+        decode.role.on_step(StepEvents(reserved=reserved))
+        if not refused:
+            decode.role.on_step(StepEvents(tokens=tuple(OutputToken(SeqId(n), 0, 3, FinishReason.LENGTH) for n in (1, 2))))
+            assert decode.rows() == [(SECOND, 0)]
+        assert decode.failures() == [(FIRST, BUG)]
+        assert FIRST not in decode.role._by_handle
+        await decode.role.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize("role", [DecodeRole, PrefillRole])
+def test_a_loss_that_cannot_be_reported_keeps_no_other_loss_from_its_router(monkeypatch, role):
+    async def story() -> None:
+        worker = bench(role)
+        for handle in (FIRST, SECOND):
+            worker.role.on_command(bind(handle) if role is DecodeRole else prefill(handle))
+        break_at(monkeypatch, role, "_fail", lambda self, request, error: request.handle == FIRST)
+        worker.role.on_step(StepEvents(failed=(SeqId(1), SeqId(2))))
+        assert worker.failures() == [(SECOND, common_pb2.ERROR_REASON_NUMERICAL_ERROR)]
+        await worker.role.close()
 
     run(story)
 
