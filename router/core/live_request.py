@@ -247,6 +247,8 @@ class LiveRequest:
     """The number of requests that were added before. It orders requests whose turn is the same."""
     max_len: int
     """The tokens that prompt and output may have together."""
+    work_len: int
+    """The number of ids that this attempt computes first: those of the prompt and the output of earlier attempts."""
     new_prompt_tokens: int
     """The prompt tokens that the request adds to the load. The prompt of a sibling counts for its leader."""
     machine: RequestMachine
@@ -341,6 +343,7 @@ class LiveRequest:
             asked=submit.placement,
             arrival=arrival,
             max_len=len(submit.spec.prompt_ids) + submit.spec.sampling.max_tokens,
+            work_len=len(submit.spec.prompt_ids),
             new_prompt_tokens=0 if submit.leader else len(submit.spec.prompt_ids),
             machine=RequestMachine(submit.request_id),
             output=OrderedOutput(submit.spec.sampling.max_tokens),
@@ -362,9 +365,14 @@ class LiveRequest:
         assert self.prefill is None
         assert self.decode is None
         self.output.restart()
-        self.resumed = tuple(self.emitted)
+        self.resume_after(tuple(self.emitted))
         self.lease = self.committed = None
         self.times.attempt = AttemptTimes()
+
+    def resume_after(self, ids: tuple[int, ...]) -> None:
+        """Let the work of this attempt begin after these ids of the output."""
+        self.resumed = ids
+        self.work_len = len(self.spec.prompt_ids) + len(ids)
 
     def cached(self, tokens: int | None) -> None:
         """Take how many tokens of its work a worker had already. A replay after the first output token changes nothing."""
@@ -396,11 +404,6 @@ class LiveRequest:
     def remaining_tokens(self) -> int:
         """Return how many output tokens may still follow the tokens that the client has."""
         return self.spec.sampling.max_tokens - len(self.emitted)
-
-    @property
-    def work_len(self) -> int:
-        """Return how many ids this attempt computes first: the ids of the prompt and of the output of earlier attempts."""
-        return len(self.spec.prompt_ids) + len(self.resumed)
 
     def work(self, handle: Handle) -> Work:
         """Return the fields of this request that a command sends to a worker."""

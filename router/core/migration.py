@@ -102,13 +102,14 @@ class Migration:
 
     def _migrate(self, request: LiveRequest, worker: Worker, now_s: float) -> EffectsThen[bool]:
         """Move one request if another worker has room for it now. False: none has, and nothing has changed."""
-        resumed, request.resumed = request.resumed, tuple(request.emitted)  # what follows is asked about the replay
+        resumed = request.resumed
+        request.resume_after(tuple(request.emitted))  # what follows is asked about the replay
         try:
             pick = self._placer.place(request, now_s=now_s, turn=placed_again(request))
         except Unavailable:
             pick = None
         if pick is None:
-            request.resumed = resumed
+            request.resume_after(resumed)
             return False
         if request.machine.state is _S.DECODING:
             self._moving[request.request_id] = request

@@ -377,6 +377,7 @@ def _check_request(request: LiveRequest, waits: bool, charged: LinkId | None) ->
     assert (prefill is not None) == (state in (_S.PREFILLING, _S.HANDOFF))
     assert len(request.emitted) == request.output.next_index
     assert request.resumed == tuple(request.emitted[: len(request.resumed)])
+    assert request.work_len == len(request.spec.prompt_ids) + len(request.resumed)
     assert not request.resumed or request.replay
     if prefill is not None:
         assert (request.lease is None) == (prefill.machine.state is WorkState.SENT)
