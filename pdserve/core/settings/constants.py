@@ -43,7 +43,8 @@ class LeaseConstants:
         for name in ("lost_s", "stalled_s"):  # one lost renewal must neither lose a lender nor end a transfer
             if not getattr(self, name) >= 2 * self.renew_interval_s:
                 raise ConfigError(
-                    f"lease.{name} must be at least {2 * self.renew_interval_s:g}, twice the pause between renewals, "
+                    f"lease.{name} must be at least {2 * self.renew_interval_s:g}, twice the pause between renewals, which is "
+                    f"the smaller of lease.heartbeat_s ({self.heartbeat_s:g}) and lease.ttl_s / 6 ({self.ttl_s / 6:g}), "
                     f"got {getattr(self, name)}"
                 )
 

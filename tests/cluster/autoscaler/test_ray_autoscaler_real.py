@@ -40,7 +40,6 @@ CONFIG: dict[str, Any] = {
         "interval_s": 1.0,
         "planner": {
             "start_s": 1,
-            "horizon_s": 2,
             "smoothing_s": 2,
             "trend_s": 8,
             "memory_s": 2,  # the next phase has other requests
