@@ -42,7 +42,8 @@ test: setup      ## run the tests
 
 test-all: test   ## run the tests, and then the slow ones: the swarm, every state of the handoff, real faults
 	@$(BIN)/python -m pytest -m "(slow or hypothesis) and not cluster and not ray" --numprocesses 2 --dist worksteal
-	@$(BIN)/python -m pytest -m "slow and (cluster or ray)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "slow and (cluster or ray) and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "slow and alone"
 
 sim-swarm: setup ## run N seeds of the fault simulation, from SEED on, and its matrix of directed faults
 	@$(BIN)/python -m sim.faults --count $(N) --first $(SEED) --matrix

@@ -21,7 +21,7 @@ from pdserve.client import AdminClient
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from testkit.client import generate_all, request
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.alone]  # sizes follow from the times of steps
 
 APART = common_pb2.PLACEMENT_DISAGGREGATED
 ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
