@@ -13,7 +13,8 @@ import pdserve.core.worker as core_worker
 from pdserve.core.worker import VersionRange
 from testkit.processes import MODULE, Place
 
-ENV: Final = "PDSERVE_TESTING_VERSIONS"
+ENV: Final = "VERSIONS_OF_TESTED_WORKER"
+"""The zygote is not free to fork a process with this variable: its modules have read the versions already."""
 
 
 def place(link: VersionRange, peer: VersionRange) -> Place:
