@@ -169,8 +169,13 @@ class Keeper:
             child.wait()
 
     def _call(self, method: str, *arguments: object, timeout_s: float | None) -> Any:
+        """Call the process. When it has died, it is gone before `WorkerDied` is raised: the next keeper would adopt it."""
         assert self._process is not None
-        return call(self._control, self._process.pid, method, *arguments, timeout_s=timeout_s)
+        try:
+            return call(self._control, self._process.pid, method, *arguments, timeout_s=timeout_s)
+        except WorkerDied:
+            self._wait_gone(GONE_TIMEOUT_S)  # its socket closes a moment before it ends
+            raise
 
     def _wait_gone(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

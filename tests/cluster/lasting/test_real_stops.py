@@ -58,14 +58,14 @@ def asked(http: str, path: str, body: dict[str, Any] | None = None) -> tuple[int
 
 
 def test_sigterm_of_up_ends_no_stream(run_command: Any) -> None:
-    """(1) Streams run on both decode workers. (2) SIGTERM: it is not healthy, and new requests are told when to try again.
-    (3) All streams end well, in their first attempts. (4) `up` ends with 0, and leaves nothing."""
+    """(1) Streams run on both decode workers, and more are on their way. (2) SIGTERM: it is not healthy, and new requests are
+    told when to try again. (3) All streams end well, in their first attempts. (4) `up` ends with 0, and leaves nothing."""
     command = run_command(*UP, "--decode", "2", program=("-m", "pdserve.cli"), PYTHONPATH=ROOT)
     command.wait_for("ready; Ctrl-C stops it")
     http = address(command, "HTTP")
-    asks = [request([5 + n] * 30, max_tokens=1800, **GREEDY) for n in range(12)]  # some seconds, also on a busy machine
+    asks = [request([5 + n] * 30, max_tokens=1800, **GREEDY) for n in range(48)]  # some seconds, also on a busy machine
     with Load(address(command, "gRPC"), asks) as load:
-        load.until(lambda outcomes: all(len(one.answer.ids) > 5 for one in outcomes), BOUND_S)
+        load.until(lambda outcomes: sum(len(one.answer.ids) > 5 for one in outcomes) >= 12, BOUND_S)  # others wait, or prefill
         command.child.send_signal(signal.SIGTERM)
         status, _ = wait_for(lambda: seen if (seen := asked(http, "/health"))[0] != 200 else None)
         refused, headers = asked(http, "/v1/completions", {"prompt": "a", "max_tokens": 1})
