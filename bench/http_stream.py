@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, cast
 
+_OK: Final = b"HTTP/1.1 200"
 _BODY_END: Final = b"\r\n0\r\n\r\n"
 
 
@@ -23,7 +24,11 @@ class HttpStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Collect the answer until its end."""
         self._received += data
-        if self._received.endswith(_BODY_END) and self._whole is not None:
+        if self._whole is None or self._whole.done():
+            return
+        if not self._received.startswith(_OK[: len(self._received)]):  # a refusal has no chunks, so its end is not waited for
+            self._whole.set_exception(ConnectionError(f"refused with {bytes(self._received)!r}"))
+        elif self._received.endswith(_BODY_END):
             self._whole.set_result(bytes(self._received))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -32,7 +37,8 @@ class HttpStream(asyncio.Protocol):
             self._whole.set_exception(ConnectionError(f"closed after {bytes(self._received)!r}"))
 
     async def ask(self, request: bytes) -> bytes:
-        """Send a request, and return the whole answer. Raises `ConnectionError` when the server closes the connection."""
+        """Send a request, and return the whole answer. Raises `ConnectionError` when the server refuses it, or closes the
+        connection."""
         assert self._transport is not None
         self._received.clear()
         self._whole = asyncio.get_running_loop().create_future()
@@ -47,5 +53,11 @@ class HttpStream(asyncio.Protocol):
 
 def post(path: str, encoded: bytes) -> bytes:
     """Return the bytes of a POST of JSON."""
-    head = (f"POST {path} HTTP/1.1", "Host: bench", "Content-Type: application/json", f"Content-Length: {len(encoded)}", "\r\n")
+    head = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(encoded)}",
+        "\r\n",
+    )
     return "\r\n".join(head).encode() + encoded
