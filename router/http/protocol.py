@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -109,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def has_unsent(self) -> bool:
-        """Implements `Connection.has_unsent`."""
+        """True while a part of an answer waits for the client to take it."""
         return self.transport.get_write_buffer_size() > 0
 
     def pause_writing(self) -> None:
@@ -347,17 +347,6 @@ REFUSED_SHARE: Final = 2
 why."""
 
 
-class Connection(Protocol):
-    """A connection as the table sees it."""
-
-    @property
-    def has_unsent(self) -> bool:
-        """True while a part of an answer waits for the client to take it."""
-
-    def give_way(self) -> None:
-        """End now, because another connection takes the place."""
-
-
 class ConnectionTable:
     """The connections of one HTTP server, which owns this. At most `max_connections` are in it, each from `admit` to
     `forget`, and a new one may push out an old one.
@@ -378,10 +367,10 @@ class ConnectionTable:
         self._limit = limit
         self._on_refused = on_refused
         self._clock = clock
-        self._all: set[Connection] = set()
-        self._answered: dict[Connection, None] = {}  # the one that has waited longest comes first, here and below
-        self._begun_s: dict[Connection, float] = {}
-        self._refused: dict[Connection, None] = {}
+        self._all: set[GuardedProtocol] = set()
+        self._answered: dict[GuardedProtocol, None] = {}  # the one that has waited longest comes first, here and below
+        self._begun_s: dict[GuardedProtocol, float] = {}
+        self._refused: dict[GuardedProtocol, None] = {}
 
     @property
     def max_connections(self) -> int:
@@ -391,7 +380,7 @@ class ConnectionTable:
     def __len__(self) -> int:
         return len(self._all)
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: GuardedProtocol) -> bool:
         """Give the connection a place, if need be the place of a waiting connection. False: no connection makes room. The
         client then gets an answer that says so. The connection stays known until `forget`, or until too many others get such an
         answer."""
@@ -407,32 +396,32 @@ class ConnectionTable:
         self._begun_s[connection] = self._clock()
         return True
 
-    def waits(self, connection: Connection) -> None:
+    def waits(self, connection: GuardedProtocol) -> None:
         """Note that the connection has been answered and has no further request."""
         self._answered.pop(connection, None)
         self._begun_s.pop(connection, None)
         if connection in self._all:
             self._answered[connection] = None
 
-    def begins(self, connection: Connection) -> None:
+    def begins(self, connection: GuardedProtocol) -> None:
         """Note that a further head has begun to come."""
         if connection in self._answered:
             del self._answered[connection]
             self._begun_s[connection] = self._clock()
 
-    def serves(self, connection: Connection) -> None:
+    def serves(self, connection: GuardedProtocol) -> None:
         """Note that the whole head has come, so the connection has a request now."""
         self._answered.pop(connection, None)
         self._begun_s.pop(connection, None)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: GuardedProtocol) -> None:
         """Free the place of the connection, if it has one."""
         self._all.discard(connection)
         self._answered.pop(connection, None)
         self._begun_s.pop(connection, None)
         self._refused.pop(connection, None)
 
-    def _leaver(self) -> Connection | None:
+    def _leaver(self) -> GuardedProtocol | None:
         """Return the connection that makes room. None: each has a request, or has just come."""
         for connection in self._answered:
             if not connection.has_unsent:
@@ -441,7 +430,7 @@ class ConnectionTable:
             return connection if self._clock() - since_s >= PATIENCE_S else None
         return None
 
-    def _refuse(self, connection: Connection) -> None:
+    def _refuse(self, connection: GuardedProtocol) -> None:
         if len(self._refused) >= max(LEAST_REFUSED, self.max_connections // REFUSED_SHARE):
             oldest = next(iter(self._refused))
             self.forget(oldest)

@@ -14,7 +14,8 @@ from statistics import fmean
 from typing import Final, TypeAlias
 
 from pdserve.core.errors import ConfigError
-from pdserve_bench.workload.request import AnswerOf, BenchRequest, Ids, PromptPart, TokenMaker, WorkloadTokenizer, draw
+from pdserve.text.tokenizer import Tokenizer
+from pdserve_bench.workload.request import AnswerOf, BenchRequest, Ids, PromptPart, TokenMaker, draw
 from pdserve_bench.workload.spec import Classes, ClassMix, Means, RandomSource, SessionSource, TextSource
 
 SAMPLE: Final = 2000
@@ -61,7 +62,7 @@ class RandomRequests(_Drawn):
 class TextRequests(_Drawn):
     """Requests whose prompts are pieces of a text. The text starts over at its end."""
 
-    def __init__(self, source: TextSource, classes: Classes, tokenizer: WorkloadTokenizer | None) -> None:
+    def __init__(self, source: TextSource, classes: Classes, tokenizer: Tokenizer | None) -> None:
         """Read the text. Raises `ConfigError` without a tokenizer, and for a file that cannot be read or is too short."""
         super().__init__(source, classes, 0)
         if tokenizer is None:

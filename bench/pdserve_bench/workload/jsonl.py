@@ -34,8 +34,9 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
+from pdserve.text.tokenizer import Tokenizer
 from pdserve_bench.workload.generated import ConversationTurn, history_after, prompt_tokens
-from pdserve_bench.workload.request import AnswerOf, BenchRequest, Ids, PromptPart, TokenMaker, Tokens, WorkloadTokenizer, draw
+from pdserve_bench.workload.request import AnswerOf, BenchRequest, Ids, PromptPart, TokenMaker, Tokens, draw
 from pdserve_bench.workload.spec import (
     MOST_TURNS,
     AzureSource,
@@ -146,9 +147,7 @@ class _Planned:
 class JsonlRequests:
     """The requests of one file, scaled and cut as the source says."""
 
-    def __init__(
-        self, source: JsonlSource, classes: Classes, tokenizer: WorkloadTokenizer | None, max_model_len: int | None
-    ) -> None:
+    def __init__(self, source: JsonlSource, classes: Classes, tokenizer: Tokenizer | None, max_model_len: int | None) -> None:
         """Read the file and plan every request. Raises `ConfigError` that names line and field."""
         self._source, self._classes, self._tokenizer = source, classes, tokenizer
         self._outputs = Random("output lengths")

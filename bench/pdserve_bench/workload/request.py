@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from random import Random
-from typing import Annotated, Final, Literal, Protocol, TypeAlias, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
+from pdserve.text.tokenizer import Tokenizer
 
 # One request of a benchmark, before it is sent. Pure.
 
@@ -207,23 +208,6 @@ LEAST_IDS: Final = 16
 """A smaller vocabulary would need more than eight tokens to tell two prompts apart."""
 
 
-class WorkloadTokenizer(Protocol):
-    """The part of a tokenizer that workloads need. `pdserve.text.tokenizer.Tokenizer` has it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """All ids are below this number."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of token ids."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; special tokens add none."""
-
-
 class Alphabet:
     """The token ids of which random prompts are made: all tokens but the special tokens."""
 
@@ -238,7 +222,7 @@ class Alphabet:
             self.head_tokens += 1
 
     @classmethod
-    def of(cls, tokenizer: WorkloadTokenizer | None, vocab_size: int | None) -> Alphabet:
+    def of(cls, tokenizer: Tokenizer | None, vocab_size: int | None) -> Alphabet:
         """Take the ids of a tokenizer, below `vocab_size` where that is set. Raises `ConfigError` if neither is given."""
         if tokenizer is None and vocab_size is None:
             raise ConfigError("workload.vocab_size must be set when there is no tokenizer: random tokens are below it")

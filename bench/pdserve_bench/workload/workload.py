@@ -11,9 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.core.errors import ConfigError
+from pdserve.text.tokenizer import Tokenizer
 from pdserve_bench.workload.generated import RandomRequests, SessionRequests, TextRequests
 from pdserve_bench.workload.jsonl import JsonlRequests, TraceRequests
-from pdserve_bench.workload.request import Alphabet, Arrivals, BenchRequest, TokenMaker, WorkloadTokenizer
+from pdserve_bench.workload.request import Alphabet, Arrivals, BenchRequest, TokenMaker
 from pdserve_bench.workload.spec import (
     AzureSource,
     Classes,
@@ -34,7 +35,7 @@ MOST_SEED: Final = (1 << 63) - 1
 class Workload:
     """A checked workload whose files were read."""
 
-    def __init__(self, spec: WorkloadSpec, tokenizer: WorkloadTokenizer | None) -> None:
+    def __init__(self, spec: WorkloadSpec, tokenizer: Tokenizer | None) -> None:
         """Read the files of the workload. Raises `ConfigError` that names the field, or file, line and field."""
         self.spec = spec
         self._alphabet = Alphabet.of(tokenizer, spec.vocab_size)
@@ -82,7 +83,7 @@ class Workload:
 
 
 def load_workload(
-    text: str, tokenizer: WorkloadTokenizer | None, *, max_model_len: int | None = None, overrides: Sequence[str] = ()
+    text: str, tokenizer: Tokenizer | None, *, max_model_len: int | None = None, overrides: Sequence[str] = ()
 ) -> Workload:
     """Read `--workload`: a YAML file, or a short form such as `random:1024/128`. Raises `ConfigError`.
 
@@ -102,7 +103,7 @@ def _timed(requests: Iterator[BenchRequest], times_s: Iterator[float | None] | N
             yield replace(request, send_at_s=next(times_s))
 
 
-def _source(spec: WorkloadSpec, tokenizer: WorkloadTokenizer | None, alphabet: Alphabet) -> RequestSource:
+def _source(spec: WorkloadSpec, tokenizer: Tokenizer | None, alphabet: Alphabet) -> RequestSource:
     """Read and check the source."""
     source, classes = spec.source, Classes(spec.mixes)
     match source:
