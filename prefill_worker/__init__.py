@@ -1,1 +1,3 @@
 """The prefill role: it computes prompts and lends their KV blocks under leases."""
+
+__all__ = ["main", "role"]

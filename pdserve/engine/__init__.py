@@ -1,0 +1,18 @@
+"""The engine: it computes the steps that the scheduler plans, and draws the tokens."""
+
+__all__ = [
+    "attention",
+    "block_sums",
+    "kernels",
+    "kv",
+    "loading",
+    "memory",
+    "models",
+    "native",
+    "peaks",
+    "runner",
+    "sampler",
+    "schedule",
+    "warm_up",
+    "ways",
+]

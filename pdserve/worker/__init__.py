@@ -5,3 +5,5 @@ scheduler, block pool and model; the *transfer* thread owns the transport. They 
 bounded queues and `call_soon_threadsafe`, and share no mutable object. A decode worker whose peers store KV in another dtype
 has a fourth one, which converts it.
 """
+
+__all__ = ["engine_thread", "host", "link", "member", "messages", "prefix_log", "process", "start_report"]

@@ -1,0 +1,3 @@
+"""The gRPC front ends: inference for clients, administration for operators."""
+
+__all__ = ["admin", "front"]

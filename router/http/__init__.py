@@ -3,4 +3,4 @@
 from router.http.app import build_app, serve_http
 from router.http.server import HttpServer
 
-__all__ = ["HttpServer", "build_app", "serve_http"]
+__all__ = ["HttpServer", "build_app", "metrics", "serve_http", "server"]
