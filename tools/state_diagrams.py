@@ -14,8 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from router.core.live_request import StoryKind
 from router.core.request_machine import RequestEvent
-from router.core.story import StoryKind
 from router.core.work_machine import WorkEvent
 from tools import generated_doc
 

@@ -19,7 +19,7 @@ import uvicorn
 from bench.router.peer_config import PeerConfig, Ticks, text_of
 from pdserve.core.sampling import FinishReason
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from router.http.server import KEEP_ALIVE_S
+from router.http.protocol import KEEP_ALIVE_S
 from router.openai.chunks import DONE, ChunkFormat, Envelope
 from router.openai.request import Call
 

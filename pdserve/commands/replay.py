@@ -14,8 +14,8 @@ from pdserve.commands.failures import FAILED, one_line_errors
 
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig
+    from router.core.live_request import RequestStory
     from router.core.policy import Rankings
-    from router.core.story import RequestStory
     from router.recording.replay import Difference, Replay
 
 

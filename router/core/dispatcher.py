@@ -25,14 +25,13 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.events import Effect, Effects, SendBind, SendPrefill
 from router.core.forecast import check_target, predict, queue_wait_s
-from router.core.live_request import LiveRequest, Reason
+from router.core.live_request import LiveRequest, Reason, StoryKind
 from router.core.placer import Pick, Placer
 from router.core.pools import Pools
 from router.core.probe_book import ProbeBook
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.turns import Turn
 from router.core.waiting import Kind
 

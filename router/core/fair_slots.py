@@ -18,13 +18,12 @@ from typing import Final
 
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects
-from router.core.live_request import LiveRequest
+from router.core.live_request import LiveRequest, StoryKind
 from router.core.migration import movable
 from router.core.placer import Placer
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.turns import Path
 from router.core.waiting import line_of
 

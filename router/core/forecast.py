@@ -26,7 +26,7 @@ from router.core.queue_limits import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S
 PRIOR_TOKENS: Final = 128.0
 """The mean before any request has finished: a guess. A wrong guess costs a NoRoom or a short wait."""
 MEAN_WEIGHT: Final = 0.02
-"""The weight of the newest output in a running mean. The mean forgets half of the past in 34 requests."""
+"""The weight of the newest request in a running mean. The mean forgets half of the past in 34 requests."""
 MAX_RATIO: Final = 4.0
 """An output counts as at most this multiple of the mean, so 34 outputs of any length raise the mean to 7 times its value."""
 MAX_CLIENTS: Final = 64
@@ -80,6 +80,25 @@ class ExpectedOutputs:
 def _kind_and_client(request: LiveRequest) -> tuple[_Kind, str]:
     kind = _Kind(request.slo.name, -1 if request.open_ended else request.spec.sampling.max_tokens.bit_length())
     return kind, request.client[0] if request.client else ""
+
+
+# Stays -----------------------------------------------------------------------------------------------------------
+
+
+class StayMean:
+    """A running mean of the time that a finished request was on its decode worker."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+
+    def saw(self, stay_s: float) -> None:
+        """Count a finished request. The first request sets the mean."""
+        self._mean_s += (MEAN_WEIGHT if self._mean_s else 1.0) * (stay_s - self._mean_s)
+
+    def drained_per_s(self, running: int) -> float:
+        """Return how many of the `running` requests end in a second: by Little's law their number divided by the mean stay. It
+        does not depend on how busy the cluster was before. 0: unknown."""
+        return running / self._mean_s if self._mean_s > 0 else 0.0
 
 
 # Transfers -------------------------------------------------------------------------------------------------------

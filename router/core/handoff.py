@@ -12,13 +12,11 @@ from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, KvCommitted, NoRoom, PrefillStarted, Refused, Reserved, SendAttach
 from router.core.forecast import Transfers
-from router.core.health import Health
-from router.core.live_request import LiveRequest, RemoteWork
-from router.core.pairs import Pairs
+from router.core.health import Health, Pairs
+from router.core.live_request import LiveRequest, RemoteWork, StoryKind
 from router.core.recovery import Cost, Recovery
 from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.tokens import Tokens
 from router.core.work_machine import WorkEvent, WorkState
 

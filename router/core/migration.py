@@ -20,12 +20,11 @@ from pdserve.core.ids import RequestId
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, EffectsThen, LinkId
-from router.core.live_request import LiveRequest, RemoteWork
+from router.core.live_request import LiveRequest, RemoteWork, StoryKind
 from router.core.placer import Placer
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.waiting import placed_again
 
 _S, _E = RequestState, RequestEvent

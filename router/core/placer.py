@@ -23,9 +23,8 @@ from pdserve.core.worker import Role, VersionRange
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.forecast import ExpectedOutputs, Transfers
-from router.core.health import Health
+from router.core.health import Health, Pairs
 from router.core.live_request import LiveRequest, PlacementDecision, Reason
-from router.core.pairs import Pairs
 from router.core.policy import (
     BUILT_IN,
     Candidate,

@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role
 from router.core.events import LinkId
-from router.core.ledger import Ledger
 from router.core.live_request import LiveRequest
 from router.core.policy import Candidate, Shortlist, draw, prompt_s
-from router.core.registry import Registry, Worker
+from router.core.registry import Ledger, Registry, Worker
 from router.core.turns import FIRST, Turn
 
 # Load ------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.worker import Role, WorkerHello, shown_digest
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, LinkId, Submit
+from router.core.health import Pairs
 from router.core.live_request import LiveRequest, Probe, Reason
-from router.core.pairs import Pairs
 from router.core.placer import Pick, Placer
 from router.core.policy import Why
 from router.core.probe_book import ProbeBook

@@ -29,13 +29,11 @@ from pdserve.core.errors import ErrorCode, Overloaded, PdserveError
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, RequestFailed, SendCancel
-from router.core.health import Health
-from router.core.live_request import LiveRequest, RemoteWork
-from router.core.pairs import Pairs
+from router.core.health import Health, Pairs
+from router.core.live_request import LiveRequest, RemoteWork, StoryKind
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.suspects import poison
 from router.core.work_machine import WorkState
 

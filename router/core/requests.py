@@ -17,17 +17,15 @@ from pdserve.core.worker import Role
 from pdserve.observe.story import Value
 from router.core.demand import Demand
 from router.core.events import Effects, EffectsThen, EmitDone, EmitFailed, LinkId, ReportBug, SendCancel, Submit
-from router.core.forecast import ExpectedOutputs
+from router.core.forecast import ExpectedOutputs, StayMean
 from router.core.health import Health
-from router.core.ledger import Ledger, StayMean
-from router.core.live_request import LiveRequest, Probe, RemoteWork
+from router.core.live_request import LiveRequest, Probe, RemoteWork, RequestStory, Stories, StoryKind
 from router.core.pools import Sessions
 from router.core.prefix_index import PrefixIndex
 from router.core.probe_book import ProbeBook
 from router.core.queue_limits import SHED, QueueLimits
-from router.core.registry import Registry, Worker
+from router.core.registry import Ledger, Registry, Worker
 from router.core.request_machine import RequestEvent, RequestState
-from router.core.story import RequestStory, Stories, StoryKind
 from router.core.turns import Turn
 from router.core.waiting import WaitingRequests
 from router.core.work_machine import WorkMachine, WorkState

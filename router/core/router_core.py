@@ -64,11 +64,9 @@ from router.core.events import (
 from router.core.fair_slots import FairSlots
 from router.core.forecast import ExpectedOutputs
 from router.core.handoff import Handoff
-from router.core.health import Health
-from router.core.ledger import Ledger
-from router.core.live_request import LiveRequest, RemoteWork
+from router.core.health import Health, Pairs
+from router.core.live_request import LiveRequest, RemoteWork, RequestStory, StoryKind
 from router.core.migration import Migration
-from router.core.pairs import Pairs
 from router.core.placer import Placer
 from router.core.policy import BUILT_IN, Rankings
 from router.core.pools import Pools, Sessions
@@ -77,10 +75,9 @@ from router.core.probe_book import ProbeBook
 from router.core.probes import Probes
 from router.core.queue_limits import DerivedLimits, QueueLimits
 from router.core.recovery import Recovery
-from router.core.registry import Registry, Worker
+from router.core.registry import Ledger, Registry, Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
-from router.core.story import RequestStory, StoryKind
 from router.core.suspects import Suspects
 from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests

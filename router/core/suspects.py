@@ -26,13 +26,12 @@ from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core.dispatcher import Dispatcher
 from router.core.events import Effects
-from router.core.live_request import Death, LiveRequest, Reason, RemoteWork
+from router.core.live_request import Death, LiveRequest, Reason, RemoteWork, StoryKind
 from router.core.placer import Pick, Placer
 from router.core.policy import Why
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.waiting import own_turn
 from router.core.work_machine import WorkState
 

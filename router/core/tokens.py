@@ -10,10 +10,9 @@ from pdserve.core.sampling import FinishReason, Placement
 from pdserve.core.worker import Role
 from router.api.answer import Delta
 from router.core.events import Effect, Effects, EmitDelta, Row, StepRows
-from router.core.live_request import LiveRequest, RemoteWork, delta_of
+from router.core.live_request import LiveRequest, RemoteWork, StoryKind, delta_of
 from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
-from router.core.story import StoryKind
 from router.core.work_machine import WorkEvent, WorkState
 
 _S, _E = RequestState, RequestEvent

@@ -24,9 +24,8 @@ from router.http.answer import answer, respond
 from router.http.document import docs, openapi
 from router.http.door import Refusal, shortened
 from router.http.metrics import metrics_route
-from router.http.protocol import ConnectionTable
+from router.http.protocol import ConnectionTable, HttpServer, start_server
 from router.http.reply import BodyRefused, Exchange, Reply, RunningCalls, client_of, exchange_of, header, read_body, refuse_body
-from router.http.server import HttpServer, start_server
 from router.http.tokenization import Tokenization
 from router.openai.json import Ignored, encode_json, error_headers, error_payload, joined
 from router.openai.model_limits import model_limits

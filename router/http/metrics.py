@@ -16,9 +16,8 @@ from starlette.routing import Route
 from pdserve.config import METRICS_PORT, RouterConfig
 from pdserve.core.errors import ConfigError
 from router.api.router_api import RouterApi
-from router.http.protocol import ConnectionTable
+from router.http.protocol import ConnectionTable, HttpServer, start_server
 from router.http.reply import RunningCalls
-from router.http.server import HttpServer, start_server
 
 logger = logging.getLogger(__name__)
 

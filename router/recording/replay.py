@@ -14,9 +14,9 @@ from pdserve.config import RouterConfig
 from pdserve.core.errors import InvalidRequest, PdserveError, UnknownRequest
 from pdserve.observe.story import MAX_ENTRIES
 from router.core import events as ev
+from router.core.live_request import RequestStory, Stories
 from router.core.policy import Rankings
 from router.core.router_core import RouterCore
-from router.core.story import RequestStory, Stories
 from router.recording.codec import Plain, event_from_plain
 from router.recording.redact import Redaction, expand
 from router.recording.transcript import FORMAT, MAGIC, Outcome, outcome_to_plain

@@ -14,9 +14,9 @@ from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.worker import Role
 from router.api.explanation import Explanation, WorkerPart
 from router.core.events import LinkId
+from router.core.live_request import RequestStory
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
-from router.core.story import RequestStory
 from router.workers.link import Links
 from router.workers.wire import WorkExplained, question_to_wire
 

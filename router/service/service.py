@@ -20,8 +20,7 @@ from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.report import RequestRecord
 from pdserve.core.sampling import SEED_LIMIT, Placement
 from pdserve.core.worker import Role, check_budget
-from pdserve.observe.attainment import WINDOW_S, Attainment
-from pdserve.observe.metrics import Metrics
+from pdserve.observe.metrics import WINDOW_S, Attainment, Metrics
 from pdserve.observe.metrics_pages import MetricsPages
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from router.api.answer import Generation

@@ -19,7 +19,7 @@ from pdserve.observe.snapshot import (
     PrefixSnapshot,
     WorkerSnapshot,
 )
-from router.core.pairs import AsidePair
+from router.core.health import AsidePair
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
 

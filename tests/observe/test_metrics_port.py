@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError
 from router.http import metrics as metrics_module
 from router.http import serve_http
 from router.http.metrics import serve_metrics
-from router.http.server import HttpServer
+from router.http.protocol import HttpServer
 from router.parsing.parser import RequestParser
 from tests.http.raw_http import exchange, head
 from tests.seams.echo_router import EchoRouter

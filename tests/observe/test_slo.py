@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from test_metrics import EMPTY, RECORD, changed, values
 
 from pdserve.core.report import RequestRecord
-from pdserve.observe.attainment import BUCKET_S, BUCKETS, WINDOW_S, Attainment
-from pdserve.observe.metrics import Metrics
+from pdserve.observe.metrics import BUCKET_S, BUCKETS, WINDOW_S, Attainment, Metrics
 
 MET = changed(RECORD, slo_class="chat", ttft_met=True, tpot_met=True)
 LATE = changed(MET, ttft_met=False)

@@ -8,7 +8,6 @@ import pytest
 
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES
-from pdserve.text import sandbox
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
@@ -83,7 +82,7 @@ def test_the_default_template_equals_the_reference(tokenizer_of, default_text):
 @pytest.mark.timeout(180)
 def test_a_template_that_computes_for_ever_is_refused(name, monkeypatch):
     """It once held up the thread that serves everyone."""
-    monkeypatch.setattr(sandbox, "RENDER_S", 0.2)
+    monkeypatch.setattr("pdserve.text.chat.RENDER_S", 0.2)
     with pytest.raises(InvalidRequest, match=r"messages.* computes for more than 0\.2 s"):
         render(ENDLESS[name])
 

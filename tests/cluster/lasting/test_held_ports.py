@@ -14,7 +14,7 @@ from pdserve.cluster.router.ports import HeldPorts, ports_of
 from pdserve.config import RouterConfig
 from pdserve.core.errors import ConfigError
 from pdserve.rpc.server import bind_port, make_server
-from router.http.server import _listen
+from router.http.protocol import _listen
 
 ANY = RouterConfig(http_port=0, grpc_port=0)
 IP_LOCAL_PORT_RANGE = 51  # Linux 6.3: the range from which one socket takes a port for an outgoing connection

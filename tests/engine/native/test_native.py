@@ -24,9 +24,9 @@ from pdserve.core.step_plan import NO_TOKEN, SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.batched import BatchedDecoder
+from pdserve.engine.models.native_decoder import PackedRows
 from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.native import library
-from pdserve.engine.native.sampling import PackedRows
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.sampler import sample
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import RequestId
 from router.core.events import LinkId
-from router.core.ledger import Ledger
+from router.core.registry import Ledger
 
 NAMES = st.integers(0, 5).map(lambda n: RequestId(f"r{n}"))
 LINKS = st.integers(1, 3).map(LinkId)

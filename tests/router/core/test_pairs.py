@@ -9,7 +9,7 @@ from pdserve.core.ids import Incarnation
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.pairs import Pairs
+from router.core.health import Pairs
 
 from ..core_peers import Stage, hello
 

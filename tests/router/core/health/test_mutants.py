@@ -11,10 +11,9 @@ import pytest
 from pdserve.core.errors import PdserveError
 from pdserve.core.worker import Role
 from router.core import outliers
-from router.core.health import Health
+from router.core.health import Health, Pairs
 from router.core.live_request import LiveRequest
 from router.core.outliers import Account
-from router.core.pairs import Pairs
 
 from ...core_peers import Job, Stage
 from .sick import BUG, break_down, check_half_stays, later, out, peer_of, poison, pools, serve

@@ -8,7 +8,7 @@ from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
 from pdserve.core.worker import Role
 from router.core import events as ev
-from router.core.pairs import Pairs
+from router.core.health import Pairs
 
 from ...core_peers import Stage, hello
 from .sick import check_half_stays, later, out, peer_of, pools, serve

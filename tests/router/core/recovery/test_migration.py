@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from pdserve.core.worker import Role
 from router.core import events as ev
 from router.core import migration
-from router.core.live_request import LiveRequest
+from router.core.live_request import LiveRequest, StoryKind
 from router.core.migration import FINISH_TOKENS, MOVES_EACH, Migration
 from router.core.placer import Placer
 from router.core.registry import Worker
 from router.core.request_machine import RequestEvent, RequestState
-from router.core.story import StoryKind
 from tests.router.core_peers import Outcome, Peer, Stage
 
 LONG = 200
