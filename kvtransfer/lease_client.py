@@ -100,14 +100,15 @@ class FollowedLease:
         """
         self._committing = True  # from here on only the answer decides: a pushed GONE may come from our own Commit
         committed = await self._lender.commit(self.lease_id, self.proof, reader_id, commit)
-        read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
         if committed.answer is CommitAnswer.GONE:
             raise LeaseGone(f"lease {self.lease_id} was gone when {commit.blocks} blocks had been read")
-        if committed.answer is CommitAnswer.CORRUPT and committed.rotted_blocks == 0:
+        if committed.answer is not CommitAnswer.CORRUPT:
+            return
+        read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
+        if committed.rotted_blocks == 0:
             raise KvCorrupt(f"{read} were not read as they were written, and the lender still holds what it wrote")
-        if committed.answer is CommitAnswer.CORRUPT:
-            where = f"{committed.rotted_blocks} have changed" if committed.rotted_blocks else "it is not known what has changed"
-            raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
+        where = f"{committed.rotted_blocks} have changed" if committed.rotted_blocks else "it is not known what has changed"
+        raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
 
     async def release(self) -> None:
         """Give the lease up early, with one bounded try: a lease also expires by itself. Never raises a `PdserveError`."""
@@ -188,6 +189,7 @@ class PeerLink:
         self.address = address
         self.closed = False
         self._config = config
+        self._renew_interval_s = config.renew_interval_s
         self._metadata = token_metadata(cluster_token)
         self._channel = open_channel(address)
         self._peer = peer_pb2_grpc.PeerStub(self._channel)  # generated
@@ -319,7 +321,7 @@ class PeerLink:
 
     async def _renew_loop(self) -> None:
         """Renew all followed leases once in each interval. `unfollow` of the last lease cancels this task."""
-        interval_s = self._config.renew_interval_s
+        interval_s = self._renew_interval_s
         while True:
             due_s = self._now_s() + interval_s
             await asyncio.sleep(interval_s)
@@ -337,7 +339,7 @@ class PeerLink:
             lease_ids=[codec.lease_id_to_wire(lease_id) for lease_id, _ in leases], proofs=[proof for _, proof in leases]
         )
         left_s = self._answered_s + self._config.lost_s - self._now_s()
-        timeout_s = max(left_s, self._config.renew_interval_s) + CLOCK_SLACK_S
+        timeout_s = max(left_s, self._renew_interval_s) + CLOCK_SLACK_S
         try:
             response = await self._call(self._lease.Renew, request, timeout_s)
         except PdserveError as exc:
@@ -364,7 +366,7 @@ class PeerLink:
             if await self._watch():
                 pause_s = REWATCH_MIN_S
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._config.renew_interval_s)
+            pause_s = min(2 * pause_s, self._renew_interval_s)
 
     async def _watch(self) -> bool:
         """Read one Watch stream until it breaks. Return True when it had brought a state."""

@@ -85,6 +85,10 @@ class BlockRead:
         if not self.result.done():
             self.result.set_exception(error)
 
+    def fail_late(self, blocks: int, deadline_s: float) -> None:
+        """Set the error of a read whose time is over."""
+        self.fail(TransferFailed(f"a read of {blocks} blocks from peer {self.peer:016x} took more than {deadline_s:.1f} s"))
+
     def mark_stopped(self) -> None:
         """Note that nothing will write into the local blocks again. Idempotent."""
         for timer in self.timers:
@@ -506,10 +510,9 @@ class TransferThread:
         read = BlockRead(peer, len(local_blocks) * region.block_bytes, loop)
         self._last_read_id += 1
         read_id = ReadId(self._last_read_id)
-        late = TransferFailed(f"a read of {len(local_blocks)} blocks from peer {peer:016x} took more than {deadline_s:.1f} s")
         stuck = f"a read from peer {peer:016x} has not stopped within {self._stuck_after_s:.0f} s"
         read.timers = [
-            loop.call_later(deadline_s, read.fail, late),
+            loop.call_later(deadline_s, read.fail_late, len(local_blocks), deadline_s),
             loop.call_later(self._stuck_after_s, self.become_unhealthy, stuck),
         ]
         self._reads[read_id] = read

@@ -130,8 +130,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._lift_tiny()
         IntRange(0, self.max_tokens).check("min_tokens", self.min_tokens)
+        self._lift_tiny()
         self._derive()
 
     def _lift_tiny(self) -> None:

@@ -57,6 +57,8 @@ SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], 
 )
 """The fields of a request that a worker of an older link version would ignore. Each has its name, the first version that knows
 it, and a function that tells whether a request uses it. Such a request is never sent to such a worker."""
+FIELDS_LINK_VERSION: Final = max(version for _, version, _ in SPEC_LINK_VERSIONS)
+"""A worker of this link version or a later one knows all of them."""
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""

@@ -299,6 +299,8 @@ class ChatTemplate:
         when one is not valid Jinja."""
         self.text = source if tool_source is None else tool_source
         """The text of the template for chats with tools."""
+        self.renders_calls = "tool_calls" in self.text
+        """True if the template shows the calls of earlier messages."""
         self._plain = _Compiled(source, special_tokens)
         self._with_tools = self._plain if tool_source is None else _Compiled(tool_source, special_tokens)
 
@@ -329,11 +331,6 @@ class ChatTemplate:
     def shows_tools(self) -> bool:
         """True if the template reads the tools of a chat."""
         return "tools" in self._with_tools.reads
-
-    @property
-    def renders_calls(self) -> bool:
-        """True if the template shows the calls of earlier messages."""
-        return "tool_calls" in self.text
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
         """Render (role, content) pairs to a prompt that ends with the opening of the assistant's next turn. Raises

@@ -52,7 +52,8 @@ class Tokenizer:
         backend.no_padding()  # a tokenizer.json may carry the settings of its training
         backend.no_truncation()
         self._backend = backend
-        self._chat_template = chat_template
+        self.chat_template: Final = chat_template
+        """The template of chats. None: the model has none."""
         decoder = read_decoder(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self._special = {
             index: token.content.encode() for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -86,12 +87,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
-        return self._chat_template is not None
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The template of chats. None: the model has none."""
-        return self._chat_template
+        return self.chat_template is not None
 
     @property
     def special_tokens(self) -> dict[int, str]:

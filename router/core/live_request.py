@@ -569,8 +569,10 @@ class LiveRequest:
         """Tell whether the target for the first token was met. A failed request without a token has missed the target; a
         cancelled request has missed it if it waited for longer than the target."""
         first_s = self.times.first_token_s
-        if self.slo.ttft_s is None or first_s is not None:
-            return None if first_s is None else self.slo.ttft_met(first_s - self.times.arrived_s)
+        if self.slo.ttft_s is None:
+            return None
+        if first_s is not None:
+            return self.slo.ttft_met(first_s - self.times.arrived_s)
         late = now_s - self.times.arrived_s > self.slo.ttft_s
         return False if late or self.machine.state is RequestState.FAILED else None
 

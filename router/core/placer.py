@@ -183,7 +183,7 @@ class Placer:
         self._colocate_below_tokens = config.colocate_below_tokens
         self._by_cost = config.colocate_by_cost
         self._suspect_s = config.heartbeat_lost_s * SUSPECT_SHARE
-        self._walks: dict[Role, tuple[LiveRequest, int, Held]] = {}
+        self._walks: dict[Role, tuple[LiveRequest, int, Held | None]] = {}
         """The last walk of each role, with the request and the state of the index that it belongs to."""
         self.transfers = Transfers()
         """The measured cost of handoffs."""
@@ -291,7 +291,7 @@ class Placer:
             return found
         ways, need_tokens = self._ways(request, now_s), self.need_tokens(request)
         for usable, placement, reason in ways:
-            ask = Ask(request.max_len, need_tokens, self._heard_and(usable, now_s), turn)
+            ask = Ask(request.max_len, need_tokens, now_s - self._suspect_s, usable, turn)
             found = self._choose(Role.DECODE, request, ask, now_s, local=placement is Placement.COLOCATED)
             if found is not None:
                 local = None
@@ -310,7 +310,8 @@ class Placer:
             return None
         self._pools.refresh()
         need_tokens, shared = self.need_tokens(request), shared_tokens(request, worker)
-        if not self._pools.decode.takes(link, Ask(request.max_len, need_tokens - shared, self._heard_and(None, now_s), turn)):
+        ask = Ask(request.max_len, need_tokens - shared, now_s - self._suspect_s, None, turn)
+        if not self._pools.decode.takes(link, ask):
             return None
         return Pick(worker, Why.LEADER, (), shared, need_tokens, Placement.COLOCATED, Reason.SIBLING)
 
@@ -346,7 +347,7 @@ class Placer:
             return fresh and self._pairs.usable(source.hello, worker.hello, now_s=now_s)
 
         need_tokens = self.need_tokens(request)
-        ask = Ask(request.max_len, need_tokens, self._heard_and(reads, now_s))
+        ask = Ask(request.max_len, need_tokens, now_s - self._suspect_s, reads)
         found = self._choose(Role.DECODE, request, ask, now_s)
         return None if found is None else found._replace(need_tokens=need_tokens)
 
@@ -374,7 +375,7 @@ class Placer:
         """Return the decode worker whose next room a request without room should claim. None: all workers that could serve it
         are claimed."""
         for usable, _, _ in self._ways(request, now_s):
-            worker = self._pools.decode.to_keep(Ask(request.max_len, 0, self._heard_and(usable, now_s)))
+            worker = self._pools.decode.to_keep(Ask(request.max_len, 0, now_s - self._suspect_s, usable))
             if worker is not None:
                 return worker
         return None
@@ -401,18 +402,15 @@ class Placer:
     def _avoiding(self, request: LiveRequest, ways: list[_Way], now_s: float) -> list[_Way]:
         """Return the same ways without the workers that the request avoids, as long as another serving worker could take the
         request in one of these ways. The request then waits for room on that worker."""
-        heard = self._heard_and(lambda worker: worker.hello.worker_id not in request.avoid, now_s)
-        readers = [w for tier in self._pools.decode.fitting(request.max_len) for w in tier.alive.values() if heard(w)]
+
+        def fresh(worker: Worker) -> bool:
+            return worker.hello.worker_id not in request.avoid
+
+        alive = (worker for tier in self._pools.decode.fitting(request.max_len) for worker in tier.alive.values())
+        readers = [worker for worker in alive if fresh(worker) and not self._silent(worker, now_s)]
         if not any(usable is None or usable(worker) for usable, _, _ in ways for worker in readers):
             return ways
-        return [(self._heard_and(_both(usable, heard), now_s), placement, reason) for usable, placement, reason in ways]
-
-    def _heard_and(self, usable: _Usable | None, now_s: float) -> _Usable:
-        """Return a function that tells whether a worker was heard recently and is usable."""
-        since_s = now_s - self._suspect_s
-        if usable is None:
-            return lambda worker: worker.last_seen_s >= since_s
-        return lambda worker: worker.last_seen_s >= since_s and usable(worker)
+        return [(_both(usable, fresh), placement, reason) for usable, placement, reason in ways]
 
     # Prefill workers ---------------------------------------------------------------------------------------------------
 
@@ -430,11 +428,11 @@ class Placer:
         usable: _Usable | None = None
         if self._pairs_differ:
             usable = lambda worker: self._pairs.usable(worker.hello, reader.hello, now_s=now_s)  # noqa: E731
-        ask = Ask(request.work_len + 1, 0, self._heard_and(usable, now_s))
+        ask = Ask(request.work_len + 1, 0, now_s - self._suspect_s, usable)
         found = None
         if request.avoid:
-            others = _both(ask.allowed, lambda worker: worker.hello.worker_id not in request.avoid)
-            found = self._choose(Role.PREFILL, request, ask._replace(allowed=others), now_s)
+            others = _both(usable, lambda worker: worker.hello.worker_id not in request.avoid)
+            found = self._choose(Role.PREFILL, request, ask._replace(usable=others), now_s)
         return found or self._choose(Role.PREFILL, request, ask, now_s)
 
     # Forecasts ---------------------------------------------------------------------------------------------------------
@@ -447,7 +445,7 @@ class Placer:
             decision = self.decide(request, now_s=now_s)
         except Unavailable:
             return None, False
-        ask = Ask(request.max_len, self.need_tokens(request), self._heard_and(None, now_s), newcomer(request))
+        ask = Ask(request.max_len, self.need_tokens(request), now_s - self._suspect_s, None, newcomer(request))
         reader = self._soonest(Role.DECODE, request, ask)
         local = decision.placement is Placement.COLOCATED
         if reader is not None and decision.reason is Reason.DEFAULT:
@@ -462,7 +460,7 @@ class Placer:
 
     def _lending(self, request: LiveRequest, now_s: float) -> Ask:
         """Describe the prefill workers that could compute the prompt."""
-        return Ask(request.work_len + 1, 0, self._heard_and(None, now_s))
+        return Ask(request.work_len + 1, 0, now_s - self._suspect_s)
 
     def _soonest(self, role: Role, request: LiveRequest, ask: Ask) -> Candidate | None:
         """Return the worker of a role that would compute the prompt the soonest, as far as the rates are known. Workers without
@@ -493,18 +491,18 @@ class Placer:
         links = self._shortlist(pool, ranking, request, ask, near, now_s)
         if not links:
             return None
-        if held or session is not None or which.drawn or which.everyone:
+        if held is not None or session is not None or which.drawn or which.everyone:
             rows = [self._row(request, link, role, ranking, session) for link in links]
         else:
             rows = [pool.row(link) for link in links]
         work_len = request.work_len
         scores = ranking.scores(rows, RequestView(work_len, ask.kv_tokens or work_len, *_targets(request, role, now_s, local)))
         picked = pick(rows, scores)
-        worker = None if picked is None else self._registry.get(picked.link)
-        if picked is None or worker is None:
+        if picked is None:
             return None
-        shown = tuple([(pool.name(link), score) for link, score in zip(links[:MAX_SCORES], scores, strict=False)])
-        return Pick(worker, why(picked, which), shown, picked.cached_tokens, row=picked)
+        reason = why(picked, which)
+        shown = tuple(zip(pool.names(links[:MAX_SCORES]), scores, strict=False))
+        return Pick(pool.worker(picked.link), reason, shown, picked.cached_tokens, row=picked)
 
     def took(self, found: Pick) -> None:
         """Count a pick that is used: the worker has had its turn."""
@@ -527,7 +525,7 @@ class Placer:
                 handicap = 0.0 if worker.account is None else worker.account.handicap(now_s)
                 return not handicap or (not again and draw(seed, number, worker.link) * (1.0 + handicap) < 1.0)
 
-            links = pool.shortlist(ranking.shortlist, ask._replace(allowed=_both(ask.allowed, takes_part)), near, self._seed)
+            links = pool.shortlist(ranking.shortlist, ask._replace(usable=_both(ask.usable, takes_part)), near, self._seed)
             if links:
                 return links
         return pool.shortlist(ranking.shortlist, ask, near, self._seed)
@@ -538,11 +536,10 @@ class Placer:
         """Return a worker's row with the tokens of the prompt that it holds, and with the fields that a policy sees of the
         request."""
         pool, held = self._pools.by_role[role], self._held(role, request)
-        row = pool.row(link)
         blocks = 0 if held is None else held.blocks(link)
-        worker = self._registry.get(link) if blocks else None
-        if worker is not None:
-            row = row._replace(cached_tokens=min(blocks * worker.hello.block_size, request.work_len - 1))
+        row = pool.row(link)
+        if blocks:
+            row = row._replace(cached_tokens=min(blocks * pool.worker(link).hello.block_size, request.work_len - 1))
         if link == session:
             row = row._replace(session=True)
         if ranking is not None and (ranking.shortlist.drawn or ranking.shortlist.everyone):
@@ -550,13 +547,14 @@ class Placer:
         return row
 
     def _held(self, role: Role, request: LiveRequest) -> Held | None:
-        """Return how much of the request's prompt each worker of a role holds. One event asks for it several times. None: the
-        keys of the prompt are unknown."""
+        """Return how much of the request's prompt each worker of a role holds. One event asks for it several times. None: no
+        worker holds anything of it, or the keys of the prompt are unknown."""
         if not request.prefix_keys:
             return None
         walk = self._walks.get(role)
         if walk is None or walk[0] is not request or walk[1] != self._index.changes:
-            walk = self._walks[role] = request, self._index.changes, self._index.walk(request.prefix_keys, role)
+            held = self._index.walk(request.prefix_keys, role)
+            walk = self._walks[role] = request, self._index.changes, held or None
         return walk[2]
 
     # Workers that get nothing --------------------------------------------------------------------------------------------

@@ -173,8 +173,13 @@ class Ask(NamedTuple):
 
     length: int  # max_model_len must be at least this
     kv_tokens: int  # this many tokens must be free
-    allowed: Callable[[Worker], bool]  # what else must hold; it is asked of the workers that are looked at, and of no other
+    since_s: float  # they must have been heard since this time
+    usable: Callable[[Worker], bool] | None = None  # what else must hold; it is asked of the workers that are looked at only
     turn: Turn = FIRST  # the request's turn: it may take a worker that is kept for a later turn
+
+    def allows(self, worker: Worker) -> bool:
+        """Tell whether a worker was heard recently and is usable."""
+        return worker.last_seen_s >= self.since_s and (self.usable is None or self.usable(worker))
 
 
 class State(NamedTuple):
@@ -335,9 +340,13 @@ class Pool:
         """Yield the tiers that are long enough."""
         return (tier for have, tier in self.tiers.items() if have >= length)
 
-    def name(self, link: LinkId) -> WorkerId:
-        """Return the id of a worker."""
-        return self._workers[link].hello.worker_id
+    def worker(self, link: LinkId) -> Worker:
+        """Return a worker of the pool."""
+        return self._workers[link]
+
+    def names(self, links: Sequence[LinkId]) -> list[WorkerId]:
+        """Return the ids of workers."""
+        return [self._workers[link].hello.worker_id for link in links]
 
     def row(self, link: LinkId) -> Candidate:
         """Return the snapshot of a worker, without what depends on a request."""
@@ -378,7 +387,7 @@ class Pool:
         best: tuple[int, LinkId] | None = None
         for tier in self.fitting(ask.length):
             for order in (tier.by_free, tier.closed):
-                found = next((key for key in reversed(order) if ask.allowed(self._workers[key[1]])), None)
+                found = next((key for key in reversed(order) if ask.allows(self._workers[key[1]])), None)
                 if found is not None and (best is None or found > best):
                     best = found
         return None if best is None else self._workers[best[1]]
@@ -391,14 +400,14 @@ class Pool:
             and (state.open or (state.kept_turn is not None and ask.turn <= state.kept_turn))
             and state.length >= ask.length
             and state.free_tokens >= ask.kv_tokens
-            and ask.allowed(self._workers[link])
+            and ask.allows(self._workers[link])
         )
 
     def _lets_pass(self, link: LinkId, ask: Ask) -> bool:
         """Tell whether a worker that is kept for an earlier request has enough KV that the earlier request does not need."""
         state = self._states[link]
         fits = state.length >= ask.length and min(state.spare_tokens, state.free_tokens) >= ask.kv_tokens
-        return fits and ask.allowed(self._workers[link])
+        return fits and ask.allows(self._workers[link])
 
     def _roomy(self, tier: Tier, ask: Ask, at_most: int = EMPTY) -> list[LinkId]:
         """Return workers that may take the request, the emptiest workers first."""
@@ -406,7 +415,7 @@ class Pool:
         for free_tokens, link in reversed(tier.by_free):
             if free_tokens < ask.kv_tokens or len(found) == at_most:
                 break
-            if ask.allowed(self._workers[link]):
+            if ask.allows(self._workers[link]):
                 found.append(link)
         return found
 
@@ -422,7 +431,7 @@ class Pool:
                     looks += 1
                     if looks == MAX_LOOKS:
                         break
-                elif ask.allowed(workers[link]):
+                elif ask.allows(workers[link]):
                     found.append(key)
                     taken += 1
                     if taken == count:
@@ -513,15 +522,15 @@ def state_of(worker: Worker, promised_tokens: int, tokens_per_s: float, passed_t
         busy,
         kv_tokens - promised_tokens if promised_tokens else EMPTY,
         worker.picked,
-        _spare_tokens(worker, promised_tokens, passed_tokens),
+        _spare_tokens(worker, kv_tokens, promised_tokens, passed_tokens),
         row,
     )
 
 
-def _spare_tokens(worker: Worker, promised_tokens: int, passed_tokens: int) -> int:
+def _spare_tokens(worker: Worker, kv_tokens: int, promised_tokens: int, passed_tokens: int) -> int:
     """Return the KV for further requests that pass the claiming request. They leave the KV that the claiming request needs once
     the running requests have ended. 0: the claiming request would have room now without the requests that have passed it."""
-    kv_tokens, need_tokens = worker.hello.kv_tokens, worker.kept_tokens
+    need_tokens = worker.kept_tokens
     if need_tokens is None or promised_tokens - passed_tokens + need_tokens <= kv_tokens:
         return 0
     return max(0, kv_tokens - need_tokens - passed_tokens)
@@ -562,6 +571,12 @@ class Pools:
         self.by_role = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         self._unsettled = False
         """The mean rate has not followed the workers that were taken in."""
+        self.opened = 0
+        """The number of times that some worker became able to take more."""
+        self.shifts = 0
+        """The number of times that requests may newly wait for some worker, or may no longer wait for it."""
+        self.tier_changes = 0
+        """The number of times that the lengths of the workers of a role changed."""
 
     def refresh(self) -> None:
         """Take in all workers that have changed since the last call, and let the mean rate of prefill workers follow: only
@@ -578,21 +593,9 @@ class Pools:
             link, role = next(iter(changed.items()))
             self.by_role[role].update(link, self._registry.get(link))
             del changed[link]
-
-    @property
-    def opened(self) -> int:
-        """The number of times that some worker became able to take more."""
-        return self.prefill.opened + self.decode.opened
-
-    @property
-    def shifts(self) -> int:
-        """The number of times that requests may newly wait for some worker, or may no longer wait for it."""
-        return self.prefill.shifts + self.decode.shifts
-
-    @property
-    def tier_changes(self) -> int:
-        """The number of times that the lengths of the workers of a role changed."""
-        return self.prefill.tier_changes + self.decode.tier_changes
+        self.opened = self.prefill.opened + self.decode.opened
+        self.shifts = self.prefill.shifts + self.decode.shifts
+        self.tier_changes = self.prefill.tier_changes + self.decode.tier_changes
 
     def check_invariants(self) -> None:
         """Assert that both pools are what they would be if they were made anew. The mean rates stay as they are: a recording

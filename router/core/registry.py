@@ -13,7 +13,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import CannotDrain, CannotFlip, IncompatiblePeer, InternalBug, WorkerIdTaken
 from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.roofline import START
-from pdserve.core.worker import LINK_VERSIONS, Role, WorkerHello, WorkerLoad, shown_digest
+from pdserve.core.worker import FIELDS_LINK_VERSION, LINK_VERSIONS, Role, WorkerHello, WorkerLoad, shown_digest
 from router.core.events import LinkId
 from router.core.live_request import RemoteWork
 from router.core.outliers import Account, place_of
@@ -324,7 +324,11 @@ class Registry:
         """The workers that were not ready when they were last looked at, in the order of joining."""
         self.changed: dict[LinkId, Role] = {}
         """The workers that have changed, joined or left since the pools were brought up to date."""
-        self._longest: dict[Role, int] = {}
+        self.longest: dict[Role, int] = {}
+        """The token limit of the longest request that some worker of a role takes. While none is linked, the last value stays,
+        because workers may come back. A role of which no worker has joined yet is missing."""
+        self.all_know_all_fields = True
+        """True while no linked worker would ignore a field of a request."""
         self.mixed_peers = False
         """True while some linked prefill worker and some linked decode worker may never be paired: they have no version of
         their protocol in common, or the digest of one's weights is unknown."""
@@ -497,11 +501,6 @@ class Registry:
                 field="worker_id",
             )
 
-    def longest(self, role: Role) -> int | None:
-        """Return the token limit of the longest request that some worker of the role takes. While none is linked, the last
-        value stays, because workers may come back. None: no worker of the role has joined yet."""
-        return self._longest.get(role)
-
     def _note_change(self, role: Role) -> None:
         self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
         kinds = ({w.hello.pairing: w.hello for w in self._by_role[side].values()} for side in (Role.PREFILL, Role.DECODE))
@@ -511,9 +510,10 @@ class Registry:
         self.model_digest = next(digests, "" if self._by_link else self.model_digest)
         held = [worker.hello.held_tokens for worker in self._by_role[Role.DECODE].values()]
         self.held_tokens = max(held) if held and all(held) else 0
+        self.all_know_all_fields = all(worker.link_version >= FIELDS_LINK_VERSION for worker in self._by_link.values())
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
-            self._longest[role] = max(lengths)
+            self.longest[role] = max(lengths)
 
     def of_role(self, role: Role) -> list[Worker]:
         """Return the linked workers of a role, in the order of joining."""

@@ -180,9 +180,9 @@ def line_of(request: LiveRequest) -> Line:
     return Line(request.slo.name, max(request.slo.priority, request.spec.priority), request.replay)
 
 
-def path_of(request: LiveRequest) -> Path:
-    """Return the flows of a request. It has `LEVELS` names."""
-    return NOBODY if request.replay else (*request.client, *NOBODY[len(request.client) :])[:LEVELS]
+def path_of(request: LiveRequest, line: Line) -> Path:
+    """Return the flows of a request in its line. It has `LEVELS` names."""
+    return NOBODY if line.replay else (*request.client, *NOBODY[len(request.client) :])[:LEVELS]
 
 
 def newcomer(request: LiveRequest) -> Turn:
@@ -255,7 +255,7 @@ class WaitingRequests:
     def _insert(self, request: LiveRequest, kind: Kind) -> None:
         line = line_of(request)
         self._places[request.request_id] = kind, request  # comes first, so that a broken insertion can be removed
-        flows = self._flows.setdefault(line, Flows()).join(path_of(request), request.request_id)
+        flows = self._flows.setdefault(line, Flows()).join(path_of(request, line), request.request_id)
         self._sort_in(request, kind, line, flows)
 
     def _sort_in(self, request: LiveRequest, kind: Kind, line: Line, flows: list[Flow]) -> None:
@@ -289,7 +289,8 @@ class WaitingRequests:
 
     def _take(self, kind: Kind, request: LiveRequest) -> None:
         """Take a request out of its lane. A broken call may be repeated."""
-        line, path = line_of(request), path_of(request)
+        line = line_of(request)
+        path = path_of(request, line)
         self.fresh[kind] = None
         if line in self._flows:
             self._flows[line].leave(path, request.request_id)
@@ -305,8 +306,9 @@ class WaitingRequests:
         """Charge the flows of a request that gets a worker for its tokens. The request need not have waited. It is charged
         once, however often it is placed."""
         if request.charged_tokens is None:
-            request.charged_tokens, request.charged_to = max(1, tokens), (line_of(request), path_of(request))
-            line, path = request.charged_to
+            line = line_of(request)
+            path = path_of(request, line)
+            request.charged_tokens, request.charged_to = max(1, tokens), (line, path)
             self._flows.setdefault(line, Flows()).serve(path, request.charged_tokens, now_s)
 
     def settle(self, request: LiveRequest, tokens: int) -> None:
@@ -340,7 +342,7 @@ class WaitingRequests:
     def turn_of(self, request: LiveRequest) -> Turn:
         """Return the present turn of a request that waits, unless it is parked or behind a leader."""
         line = line_of(request)
-        return _turn(request, own_turn(request), line, self._flows[line].along(path_of(request)))
+        return _turn(request, own_turn(request), line, self._flows[line].along(path_of(request, line)))
 
     def park(self, request: LiveRequest) -> None:
         """Put a request aside that no linked worker could serve."""
@@ -366,13 +368,13 @@ class WaitingRequests:
         self._lanes.clear()
         for _, request in waiting:
             line = line_of(request)
-            self._sort_in(request, self._kind_of(request), line, self._flows[line].along(path_of(request)))
+            self._sort_in(request, self._kind_of(request), line, self._flows[line].along(path_of(request, line)))
 
     def ahead_of(self, request: LiveRequest) -> int:
         """Estimate how many requests will be served before `request`, which need not wait here: the earlier requests of its own
         call, and equally many requests of each sibling flow. Other lines count if they have a request with an earlier turn."""
         line, own = line_of(request), own_turn(request)
-        mine = self._ahead_in(line, path_of(request), own)
+        mine = self._ahead_in(line, path_of(request, line), own)
         return mine + sum(self._ahead_in_other(other, mine, own) for other in self._flows if other != line)
 
     def _ahead_in(self, line: Line, path: Path, own: OwnTurn) -> int:

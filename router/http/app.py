@@ -150,7 +150,9 @@ class _Generate:
                 assert isinstance(call, Call | ResponsesCall)
             call = call.of_client(client)
             reply.name(call.request_id, call.correlation_id)
-            ignored = joined([call.ignored, self._unenforced(call)])
+            ignored, unenforced = call.ignored, self._unenforced(call)
+            if unenforced:
+                ignored = joined([ignored, Ignored(unenforced, len(unenforced))])
             if ignored.count:
                 self._api.ignored_fields(self._kind.value, ignored.count)
                 reply.ignored(ignored.header)
@@ -164,12 +166,11 @@ class _Generate:
             await reply.fail(unexpected())
             raise
 
-    def _unenforced(self, call: Call | ResponsesCall) -> Ignored:
+    def _unenforced(self, call: Call | ResponsesCall) -> tuple[str, ...]:
+        """Return the fields that no grammar can hold the model to, by the names that the client wrote."""
         if isinstance(call, Call):
-            names = self._api.unenforced(call.inputs[0])
-        else:
-            names = tuple(map(call.names.written, self._api.unenforced(call.call.inputs[0])))
-        return Ignored(names, len(names))
+            return self._api.unenforced(call.inputs[0])
+        return tuple(map(call.names.written, self._api.unenforced(call.call.inputs[0])))
 
 
 class _Info:

@@ -49,14 +49,17 @@ class Reply:
         self._owed = owed
         self._gathered_bytes = 0
         self._headers: Headers = []
+        """The ids of the request, once it has its own, and what is said of its fields."""
+        self._header_id: str | None = None
         self._report: Report | None = None
         self._failure: FailureEvent = _failure
         self.started = False
         self._ended = False
 
     def correlate(self, header_id: str | None) -> None:
-        """Set the id that answers carry before the request has its own: that of the client's header, or a new one."""
-        self._headers = [(_CORRELATION_ID, (kept_id(header_id) or new_request_id()).encode("ascii"))]
+        """Set the id that answers carry before the request has its own: that of the client's header, or a new one if it is
+        None or nothing of it can be kept."""
+        self._header_id = header_id
 
     def name(self, request_id: str, correlation_id: str) -> None:
         """Set the ids that answers carry from now on. A client that gave no id of its own gets the router's id in its place."""
@@ -157,7 +160,8 @@ class Reply:
     async def _start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
         self.started = True
         self._ended = not more
-        await self._exchange.start(status, headers + self._headers, body, more=more)
+        own = self._headers or [(_CORRELATION_ID, (kept_id(self._header_id) or new_request_id()).encode("ascii"))]
+        await self._exchange.start(status, headers + own, body, more=more)
 
     async def _last(self, data: bytes) -> None:
         self._ended = True

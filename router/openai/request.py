@@ -493,7 +493,7 @@ def formats_left_out(request: GenerateInput, schema: str, parameters: str) -> Ig
         forced = request.tool_choice.forced
         enforced = [tool.parameters for tool in request.prompt.tools if tool.parameters and (tool.strict or forced)]
         parts += [left_out(f"{parameters}.format", _formats(text)) for text in enforced]
-    return joined(parts)
+    return joined(parts) if parts else NOTHING
 
 
 def _formats(schema: str) -> list[str]:

@@ -63,6 +63,7 @@ class Admission:
         self._check_grammar = check_grammar
         self._config = config
         self._model = model
+        self._vocab_size = model.card.vocab_size
         self._limit = limit
         self._encoder = encoder
         self._draw_seed = draw_seed
@@ -214,10 +215,9 @@ class Admission:
         return params
 
     def _check_ids(self, token_ids: Iterable[int], field: str) -> None:
-        vocab_size = self._model.card.vocab_size
         for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"token id {token_id} is not in [0, {vocab_size - 1}]", field=field)
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(f"token id {token_id} is not in [0, {self._vocab_size - 1}]", field=field)
 
 
 def _check_correlation_id(given: str) -> None:
@@ -229,6 +229,8 @@ def _check_correlation_id(given: str) -> None:
 
 def check_workers(spec: RequestSpec, registry: Registry) -> None:
     """Raise `Unavailable` while a worker is linked that would ignore a field of the request, since it may be placed there."""
+    if registry.all_know_all_fields:
+        return
     field, version = newest_field(spec)
     if not field:
         return
@@ -239,7 +241,7 @@ def check_workers(spec: RequestSpec, registry: Registry) -> None:
 
 def unsendable(effect: ev.Command, registry: Registry) -> ev.RequestFailed | None:
     """Return the failure of a request that must not be sent to this worker, which has joined since the check. None: send it."""
-    if not isinstance(effect, ev.SendBind | ev.SendPrefill):
+    if registry.all_know_all_fields or not isinstance(effect, ev.SendBind | ev.SendPrefill):
         return None
     field, version = newest_field(effect.work.spec)
     worker = registry.get(effect.link) if field else None

@@ -113,11 +113,11 @@ class Chats:
 
     def read(self, generation: Generation, request: GenerateInput, prompt_ids: Sequence[int]) -> Generation:
         """Return the generation with calls and reasoning taken out of its text. `request` is as the client wrote it."""
-        if not is_chat(request.prompt):
+        chat, forced = is_chat(request.prompt), request.tool_choice.forced
+        if not chat:
             return generation
         calls = self._calls(request)
         reasoning = None
-        forced = request.tool_choice.forced
         if self.reasoning_form and request.constraint is None and not forced:
             reasoning = ReasoningParser(opened=self._opened(prompt_ids))
         if calls is None and reasoning is None:

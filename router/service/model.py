@@ -73,9 +73,7 @@ class LengthLimit:
         one."""
         limit = self._model.max_model_len
         for role in _ROLES:
-            longest = self._registry.longest(role)
-            if longest is not None and longest < limit:
-                limit = longest
+            limit = min(limit, self._registry.longest.get(role, limit))
         return limit
 
     def open_ended_room(self, prompt_len: int, limit: int) -> int:

@@ -8,11 +8,13 @@ nobody sees a half-applied change.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Cancelled, InternalBug, Overloaded, PdserveError, RouterStopping
@@ -114,7 +116,7 @@ class RouterService:
             model,
             self._limit,
             self._encoder,
-            lambda: secrets.randbelow(SEED_LIMIT),
+            partial(secrets.randbelow, SEED_LIMIT),
             lambda: self._core.prefix_index.block_size,
             self._grammars.check,
             lambda: self._core.registry.model_digest,
@@ -176,7 +178,8 @@ class RouterService:
         await self._loop_budget.admit()
         try:
             prepared = self._chats.prepare(request)
-            async with constraint_named(request, self._grammars.check):
+            written = prepared.constraint is not None  # only then a grammar can fail, which the client may not have written
+            async with constraint_named(request, self._grammars.check) if written else contextlib.nullcontext():
                 submit = await self._admit(prepared, arrived_s)
             return self._chats.read(self._start(submit), request, submit.spec.prompt_ids)
         except PdserveError as exc:

@@ -80,7 +80,7 @@ def check_shortlists(stage: Stage, random: Random) -> None:
     for role in Role:
         turn = random.choice([FIRST, Turn(stage.now_s, stage.now_s, 3), Turn(1e9, 1e9, 1 << 30)])
         need = random.choice([1, 10, 60]) if role is Role.DECODE else 0
-        ask = Ask(random.choice([1, 20, 64]), need, lambda worker: worker.last_seen_s >= since_s, turn)
+        ask = Ask(random.choice([1, 20, 64]), need, since_s, turn=turn)
         able = {w.link for w in stage.core.registry.of_role(role) if may_take(stage, w, ask)}
         able = able or {w.link for w in stage.core.registry.of_role(role) if may_pass(stage, w, ask)}
         near = random.sample([worker.link for worker in stage.core.registry], k=min(2, len(list(stage.core.registry))))

@@ -100,7 +100,7 @@ def test_two_clients_that_both_wait_are_served_equally_but_for_two_requests(turn
 
 def arrivals_alone(patch: pytest.MonkeyPatch) -> None:
     """All stand in one flow, in the order of their arrivals."""
-    patch.setattr("router.core.waiting.path_of", lambda request: ("", "", ""))
+    patch.setattr("router.core.waiting.path_of", lambda request, line: ("", "", ""))
 
 
 def no_weights(patch: pytest.MonkeyPatch) -> None:
