@@ -33,7 +33,7 @@ from router.recording.recorder import Recorder
 from router.service.descriptors import raise_limit, share_of_admins, share_of_clients, share_of_links
 from router.service.model import ServedModel
 from router.service.service import RouterService
-from router.workers.link_thread import LinkThread
+from router.workers.link import LinkThread
 
 logger = logging.getLogger(__name__)
 

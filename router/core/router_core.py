@@ -63,7 +63,7 @@ from router.core.events import (
 )
 from router.core.fair_slots import FairSlots
 from router.core.forecast import ExpectedOutputs
-from router.core.handoff import Handoff
+from router.core.handoff import Handoff, Tokens
 from router.core.health import Health, Pairs
 from router.core.live_request import LiveRequest, RemoteWork, RequestStory, StoryKind
 from router.core.migration import Migration
@@ -79,7 +79,6 @@ from router.core.registry import Ledger, Registry, Worker
 from router.core.request_machine import RequestEvent
 from router.core.requests import Requests
 from router.core.suspects import Suspects
-from router.core.tokens import Tokens
 from router.core.waiting import WaitingRequests
 
 _E = RequestEvent

@@ -17,7 +17,7 @@ from router.grpc.front import GrpcFront
 from router.parsing.parser import RequestParser
 from router.service.model import ServedModel
 from router.service.service import RouterService
-from router.workers.link_thread import LinkThread
+from router.workers.link import LinkThread
 from testkit.fake_worker import DECODE, PREFILL, FakeWorker, expected_text, token_at
 
 TOKEN = "secret"

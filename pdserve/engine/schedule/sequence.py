@@ -146,7 +146,7 @@ class Sequence:
     tokens: list[int]
     spec: RequestSpec
     turn: Turn
-    """When it should be served. See `turns.py`."""
+    """When it should be served. See `Turns`."""
     arrival: int
     rule: StopRule
     tag: float = 0.0

@@ -14,9 +14,8 @@ from pdserve.core.kv_layout import KvGroup
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.step_plan import StepPlan
-from pdserve.engine.schedule.scheduler import Scheduler, StepOutcome
+from pdserve.engine.schedule.scheduler import STEPS_A_LEVEL, Scheduler, StepOutcome
 from pdserve.engine.schedule.sequence import SequenceKind
-from pdserve.engine.schedule.turns import STEPS_A_LEVEL
 
 BLOCK = 4
 EOS = 99

@@ -12,9 +12,8 @@ from pdserve.core.block_pools import BlockPools
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.schedule.scheduler import Scheduler
+from pdserve.engine.schedule.scheduler import KEPT_CLIENTS, STEPS_A_LEVEL, Scheduler, Turns
 from pdserve.engine.schedule.sequence import SequenceKind
-from pdserve.engine.schedule.turns import KEPT_CLIENTS, STEPS_A_LEVEL, Turns
 
 BUDGET = 16
 

@@ -14,7 +14,7 @@ import pytest
 from pdserve.rpc.beats import KEY_BYTES, Beats
 from router.core import events as ev
 from router.workers.beat_port import BeatPort
-from router.workers.link_thread import LinkThread
+from router.workers.link import LinkThread
 
 WAIT_S = 30.0
 KEY = bytes(range(KEY_BYTES))

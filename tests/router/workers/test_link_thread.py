@@ -17,8 +17,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.worker import WorkerLoad
 from router.core import events as ev
 from router.workers import link as router_link
-from router.workers import link_thread
-from router.workers.link_thread import LinkThread
+from router.workers.link import LinkThread
 from router.workers.wire import welcome
 from testkit.fake_worker import DECODE, FakeWorker
 
@@ -92,7 +91,7 @@ def test_heartbeats_are_answered_while_the_main_loop_stands_still() -> None:
 
 
 def test_a_main_loop_that_hangs_for_ever_is_not_vouched_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_thread, "STUCK_S", 0.0)
+    monkeypatch.setattr(router_link, "STUCK_S", 0.0)
     thread = LinkThread("")
     assert thread._main_takes()
     thread._heard_since_s = 0.0
@@ -115,7 +114,7 @@ def test_what_the_main_loop_leaves_unheard_waits_at_its_sender_and_ends_no_link(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(1) The main loop takes nothing while a worker sends 100 heartbeats, and five may wait. (2) It takes all of them."""
-    monkeypatch.setattr(link_thread, limit, 5)
+    monkeypatch.setattr(router_link, limit, 5)
     monkeypatch.setattr(router_link, "ROOM_S", 0.001)
 
     async def story() -> None:
@@ -156,7 +155,7 @@ def test_a_thread_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch, caplog: p
         links, told = LinkThread(""), asyncio.Event()
         await links.start(lambda event: None, "127.0.0.1", 0, told.set)
         assert links._loop is not None
-        monkeypatch.setattr(link_thread, "stop_server", broken)
+        monkeypatch.setattr(router_link, "stop_server", broken)
         assert links._stop is not None
         links._loop.call_soon_threadsafe(links._stop.set)
         await told.wait()
@@ -189,7 +188,7 @@ def test_others_have_turns_while_events_come_faster_than_they_are_taken() -> Non
 
 @pytest.mark.parametrize("kind", ["heartbeats", "keys"])
 def test_a_worker_that_sends_without_end_waits_and_no_other_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_thread, "MAX_HEARD_OF_LINK", 100)
+    monkeypatch.setattr(router_link, "MAX_HEARD_OF_LINK", 100)
     load = WorkerLoad(BlockCounts(1, 1, 0, 0, 0))
     keys = PrefixDelta(1, tuple(range(160)), (), 0)
 
