@@ -66,7 +66,8 @@ class Health:
         self._looked_s = 0.0
         self._convicted = False
         """A charge counts since the last look."""
-        self._handicaps_until_s = 0.0
+        self.handicaps_until_s = 0.0
+        """Until then some worker may have a handicap. Mostly no worker has one, and then a choice costs no more time."""
         self.ejections: Counter[tuple[Role, Cause]] = Counter()
 
     # What happens ----------------------------------------------------------------------------------------------------
@@ -141,11 +142,6 @@ class Health:
         """Tell whether the worker has come back from an ejection and has not done well for long enough."""
         return worker.account is not None and worker.account.trial_left > 0
 
-    def handicapped(self, now_s: float) -> bool:
-        """Tell whether some worker may have a handicap. Mostly no worker has a handicap, and then a choice costs no more
-        time."""
-        return now_s < self._handicaps_until_s
-
     def look(self, now_s: float) -> None:
         """Do what time has made necessary: judge charges that have become clear, look for slow workers, let workers come back
         and forget old accounts."""
@@ -176,7 +172,7 @@ class Health:
         for worker in ends:
             if worker.account is not None:
                 worker.account.loaded(weight, now_s)
-                self._handicaps_until_s = max(self._handicaps_until_s, now_s + FORGOTTEN_S)
+                self.handicaps_until_s = max(self.handicaps_until_s, now_s + FORGOTTEN_S)
         same = [charge for charge in request.charges if charge.code is code]
         if any(names[0] not in charge.workers for charge in same):
             for charge in same:
@@ -244,7 +240,7 @@ class Health:
         account.ejections += 1
         account.ejected_until_s = now_s + outliers.away_s(account.ejections)
         account.reason, account.trial_left = reason, TRIAL_RESULTS
-        self._handicaps_until_s = max(self._handicaps_until_s, account.ejected_until_s + FORGOTTEN_S)
+        self.handicaps_until_s = max(self.handicaps_until_s, account.ejected_until_s + FORGOTTEN_S)
         account.begin_anew()
         account.link = worker.link
         self._out[account.worker_id] = account
@@ -317,7 +313,7 @@ class Health:
                     continue
                 account.busy_s, account.slowness = busy_s, multiple if multiple >= outliers.SLOW else 1.0
                 if account.slowness > 1.0:
-                    self._handicaps_until_s = max(self._handicaps_until_s, now_s + FORGOTTEN_S)
+                    self.handicaps_until_s = max(self.handicaps_until_s, now_s + FORGOTTEN_S)
                 account.slow_s += min(max(new_s, outliers.LOOK_S_MIN), outliers.LOOK_S_MAX)
                 if multiple < outliers.TOO_SLOW:
                     account.slow_s = 0.0

@@ -488,6 +488,8 @@ class Placer:
         near = [] if held is None else held.longest(which.holders)
         if session is not None and which.session:
             near.append(session)
+        work_len = request.work_len
+        view = RequestView(work_len, ask.kv_tokens or work_len, *_targets(request, role, now_s, local))
         links = self._shortlist(pool, ranking, request, ask, near, now_s)
         if not links:
             return None
@@ -495,8 +497,7 @@ class Placer:
             rows = [self._row(request, link, role, ranking, session) for link in links]
         else:
             rows = [pool.row(link) for link in links]
-        work_len = request.work_len
-        scores = ranking.scores(rows, RequestView(work_len, ask.kv_tokens or work_len, *_targets(request, role, now_s, local)))
+        scores = ranking.scores(rows, view)
         picked = pick(rows, scores)
         if picked is None:
             return None
@@ -518,7 +519,7 @@ class Placer:
         """Return the candidates of a policy. Workers with a handicap sit out all but a share of the picks while another worker
         takes the request, and all of them if the request has failed elsewhere. So recent failures weigh the same under every
         policy, also under one that looks at no load, and no order of a pool depends on them."""
-        if self._health.handicapped(now_s):
+        if now_s < self._health.handicaps_until_s:
             seed, number, again = self._seed + SITTING_OUT, pool.picks + 1, bool(request.avoid)
 
             def takes_part(worker: Worker) -> bool:

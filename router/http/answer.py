@@ -161,16 +161,16 @@ class _StreamedChoice:
         piece of this call, and not for one of each of its choices. `end` returns what follows the last chunk. None: other
         choices may follow."""
         self.tokens = 0
-        self.reasoning = ReasoningTokens()
         self._generation = generation
         self._reply = reply
         self._turn = turn
         self._end = end
-        self._format = ChunkFormat(envelope, call, index)
         self._logprobs = _logprobs_of(api, call, index)
         self._view = _view(api, call, index, generation)
         self._prompt_ids = generation.prompt_ids if call.return_token_ids else None
         """Each chunk has the ids of its tokens, and the first one those of the prompt. None: no chunk has ids."""
+        self.reasoning = ReasoningTokens()
+        self._format = ChunkFormat(envelope, call, index)
         self._opening = self._format.opening(self._prompt_ids)
         self._always = self._logprobs is not None or self._format.continuous_usage or self._prompt_ids is not None
         self.is_quick = self._logprobs is None
