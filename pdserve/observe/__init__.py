@@ -1,3 +1,3 @@
 """All that pdserve tells about itself: logs, metrics, stories of requests, and titles of processes."""
 
-__all__ = ["attainment", "log_files", "logs", "metrics", "metrics_pages", "snapshot", "story", "title"]
+__all__ = ["log_files", "logs", "metrics", "metrics_pages", "snapshot", "story", "title"]

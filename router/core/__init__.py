@@ -2,13 +2,12 @@
 
 __all__ = [
     "events",
+    "health",
     "live_request",
-    "pairs",
     "policy",
     "registry",
     "request_machine",
     "router_core",
-    "story",
     "turns",
     "work_machine",
 ]

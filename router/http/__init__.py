@@ -3,4 +3,4 @@
 from router.http.app import build_app, serve_http
 from router.http.protocol import HttpServer
 
-__all__ = ["HttpServer", "build_app", "metrics", "serve_http", "server"]
+__all__ = ["HttpServer", "build_app", "metrics", "protocol", "serve_http"]

@@ -1,3 +1,3 @@
 """The router's links to its workers, which a thread of their own serves."""
 
-__all__ = ["link", "link_thread", "wire"]
+__all__ = ["link", "wire"]
