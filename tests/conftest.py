@@ -21,7 +21,10 @@ settings.load_profile("shared cores")
 settings.register_profile("ci", settings.get_profile("shared cores"), derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
-settings.register_profile("quick", settings.get_profile("ci" if os.environ.get("CI") else "shared cores"))
+QUICK_SHARE = 4
+"""With the profile "quick" a property tries this part of its examples, and ten at least. `make test-all` tries all of them."""
+usual = settings.get_profile("ci" if os.environ.get("CI") else "shared cores")
+settings.register_profile("quick", usual, max_examples=usual.max_examples // QUICK_SHARE)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,8 +32,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("PDSERVE_TESTING_FORK", "1")
 
 LONG = ("cluster", "ray")
-QUICK_SHARE = 4
-"""With the profile "quick" a property tries this part of its examples, and ten at least. `make test-all` tries all of them."""
 
 # What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
 gc.disable()
@@ -70,7 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _try_fewer_examples(functions: set[Any]) -> None:
+    few = settings().max_examples  # of the profile: what says no number has a part already, and so has a property in a test
+
     def fewer(given: settings) -> settings:
+        if given.max_examples == few:
+            return given
         return settings(given, max_examples=max(min(given.max_examples, 10), given.max_examples // QUICK_SHARE))
 
     machines = {machine.TestCase for f in functions if (machine := getattr(f, "_hypothesis_state_machine_class", None))}

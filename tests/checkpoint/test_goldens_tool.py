@@ -11,6 +11,7 @@ import pytest
 STORED = Path(__file__).resolve().parents[1] / "goldens"
 
 
+@pytest.mark.slow  # goldens and tool change together; transformers is compared with in tests/families as well
 def test_the_tiny_models_goldens_are_reproduced(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="the reference implementation is a development dependency")
     from tools import make_goldens

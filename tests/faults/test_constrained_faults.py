@@ -78,8 +78,11 @@ def shared() -> Iterator[Constrained]:
         yield Constrained(asked, Service(cluster, asked))
 
 
-@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.HANDOFF, Phase.DECODING], ids=lambda phase: phase.value)
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [("prefill-0", Phase.PREFILL), ("decode-0", Phase.HANDOFF), ("decode-0", Phase.DECODING)],  # whoever has the constraint
+    ids=lambda one: one.value if isinstance(one, Phase) else one,
+)
 def test_no_client_with_a_constraint_sees_the_loss_of_a_worker(service: Constrained, victim: str, phase: Phase) -> None:
     """(1) Constrained requests, some with several choices; (2) at their phase a worker dies; (3) every choice ends as
     undisturbed; (4) it heals."""

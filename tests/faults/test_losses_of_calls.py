@@ -50,10 +50,6 @@ class Calls:
             "extra_body": {"placement": "disaggregated", "ignore_eos": True},
         }
 
-    def choices(self, i: int) -> Any:
-        told = self._http.completions.create(**self._text(i), n=3, max_tokens=96, logprobs=2)
-        return [(one.text, one.finish_reason, one.logprobs) for one in told.choices], totals(told.usage)
-
     def streamed_choices(self, i: int) -> Any:
         texts, ends = ["", ""], [None, None]
         for part in self._http.completions.create(**self._text(i), n=2, max_tokens=96, stream=True):
@@ -75,15 +71,6 @@ class Calls:
         asked["extra_body"]["use_beam_search"] = True
         told = self._http.completions.create(**asked, n=2, max_tokens=8, temperature=0.0)
         return [(one.text, one.finish_reason) for one in told.choices], totals(told.usage)
-
-    def required_call(self, i: int) -> Any:
-        told = self._http.chat.completions.create(**self._chat(i), tools=TOOLS, tool_choice="required", max_tokens=400)
-        made = told.choices[0].message.tool_calls or []
-        return (
-            [one.function.arguments for one in made if one.type == "function"],
-            told.choices[0].finish_reason,
-            totals(told.usage),
-        )
 
     def streamed_call(self, i: int) -> Any:
         arguments, ends = "", None
@@ -130,8 +117,8 @@ class Calls:
 
 
 KINDS: tuple[Callable[[Calls, int], Any], ...] = (
-    Calls.choices, Calls.streamed_choices, Calls.best, Calls.echo, Calls.beams, Calls.required_call, Calls.streamed_call,
-    Calls.schema, Calls.response, Calls.batch, Calls.scored,
+    Calls.streamed_choices, Calls.best, Calls.echo, Calls.beams, Calls.streamed_call, Calls.schema, Calls.response,
+    Calls.batch, Calls.scored,
 )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def test_conversion_shows_in_the_tokens_so_that_equal_ones_prove_something() -> 
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=1.0, seed=3)
     batch = [prompt for prompt in prompts() if len(prompt) > 60]
     for prefill, decode in (("int8", "bf16"), ("bf16", "int8"), ("bf16", "int4")):
-        changed = [computed_here(prefill, decode, p, params) != computed_here("bf16", "bf16", p, params) for p in batch]
+        changed = (computed_here(prefill, decode, p, params) != computed_here("bf16", "bf16", p, params) for p in batch)
         assert any(changed), (prefill, decode)
 
 

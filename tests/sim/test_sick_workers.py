@@ -109,7 +109,7 @@ def test_a_slow_prefill_worker_is_ejected_and_prompts_of_all_lengths_eject_nobod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["prefix_aware", "least_loaded", "power_of_two", "round_robin", "random"])
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_slow_prefill_worker_is_ejected_or_passed_over_under_every_policy(seed: int, policy: str) -> None:
     """Policies that predict times leave it a few short prompts, by which nobody can tell that it is slow."""
     ejections, share = with_slow_prefill(seed, 10.0, policy, 400)

@@ -10,7 +10,7 @@ from sim.faults.matrix import run_matrix
 from sim.faults.swarm import run_swarm
 
 FEW = 10
-MANY = 2000
+MANY = 600  # `make sim-swarm` runs more
 
 
 def test_a_small_swarm_keeps_every_promise() -> None:
@@ -41,7 +41,10 @@ def test_a_large_swarm_keeps_every_promise() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_every_step_survives_the_fault_of_each_actor() -> None:
-    matrix = run_matrix(nths=(0, 1, 3), jobs=os.cpu_count() or 1)
-    print(*matrix.lines(), sep="\n")
-    assert not matrix.failed, "\n".join(matrix.lines())
-    assert not matrix.missed
+    """At its first occurrence, and a third of them at a later one, which a step may not have."""
+    first = run_matrix(nths=(0,), jobs=os.cpu_count() or 1)
+    later = run_matrix(nths=(1, 3), every=3, jobs=os.cpu_count() or 1)
+    for matrix in (first, later):
+        print(*matrix.lines(), sep="\n")
+        assert not matrix.failed, "\n".join(matrix.lines())
+    assert not first.missed

@@ -50,10 +50,12 @@ def json_of(schema: Any) -> common_pb2.StructuredOutputs:
     return common_pb2.StructuredOutputs(json=json.dumps(schema))
 
 
-def test_disaggregated_equals_colocated_and_what_stops_is_valid(cluster: ProcessCluster) -> None:
+@pytest.mark.quick("12")
+@pytest.mark.parametrize("count", [12, 24])
+def test_disaggregated_equals_colocated_and_what_stops_is_valid(cluster: ProcessCluster, count: int) -> None:
     """Token 0 is drawn by the prefill worker, and the others by the decode worker, which gets no state but the tokens."""
     rng = random.Random(29)
-    schemas = [random_schema(rng) for _ in range(24)]
+    schemas = [random_schema(rng) for _ in range(count)]
     runs: list[list[Answer]] = []
     for placement in (APART, TOGETHER):
         messages = [
@@ -63,7 +65,7 @@ def test_disaggregated_equals_colocated_and_what_stops_is_valid(cluster: Process
             )
             for i, schema in enumerate(schemas)
         ]  # fmt: skip
-        runs.append(generate_all(cluster.grpc, messages, concurrency=24))
+        runs.append(generate_all(cluster.grpc, messages, concurrency=count))
     apart, together = runs
     for a, b, schema in zip(apart, together, schemas, strict=True):
         assert (a.ids, a.text, a.finish_reason, a.logprobs) == (b.ids, b.text, b.finish_reason, b.logprobs)

@@ -72,48 +72,51 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[list[tuple[str, str]], 
     return [(one.function.name, one.function.arguments) for one in calls if one.type == "function"], choice.finish_reason
 
 
-@pytest.mark.quick("True-required")
+@pytest.mark.quick("True-required-1.2")
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(client: openai.OpenAI, choice: str, parallel: bool) -> None:
-    for temperature in (0.0, 1.2):
-        fields: Any = {
-            "tool_choice": CHOICES[choice], "parallel_tool_calls": parallel, "max_completion_tokens": 64, "seed": 7,
-            "temperature": temperature,
-        }  # fmt: skip
-        calls, finish = streamed(client, **fields, extra_body={"placement": "disaggregated"})
-        assert whole(client, **fields, extra_body={"placement": "colocated"}) == (calls, finish)
-        assert calls
-        assert finish in ("tool_calls", "length")
-        if not parallel or choice != "required":
-            assert len(calls) == 1
-        if finish == "tool_calls":
-            for name, arguments in calls:
-                jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(
+    client: openai.OpenAI, choice: str, parallel: bool, temperature: float
+) -> None:
+    fields: Any = {
+        "tool_choice": CHOICES[choice], "parallel_tool_calls": parallel, "max_completion_tokens": 64, "seed": 7,
+        "temperature": temperature,
+    }  # fmt: skip
+    calls, finish = streamed(client, **fields, extra_body={"placement": "disaggregated"})
+    assert whole(client, **fields, extra_body={"placement": "colocated"}) == (calls, finish)
+    assert calls
+    assert finish in ("tool_calls", "length")
+    if not parallel or choice != "required":
+        assert len(calls) == 1
+    if finish == "tool_calls":
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenAI) -> None:
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("seed", range(2))
+def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenAI, seed: int) -> None:
     """The model decides which of the two it writes, and can write nothing else."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "days", "schema": WEATHER}}
     strict: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    for seed in range(2):
-        (choice,) = client.chat.completions.create(
-            model="",
-            messages=MESSAGES,
-            tools=strict,
-            response_format=form,
-            temperature=1.5,
-            seed=seed,
-            max_completion_tokens=100,
-        ).choices
-        calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
-        assert bool(calls) != bool(choice.message.content)
-        if choice.finish_reason == "length":
-            continue
-        for call in calls:
-            jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-        if choice.message.content:
-            jsonschema.validate(json.loads(choice.message.content), WEATHER)
+    (choice,) = client.chat.completions.create(
+        model="",
+        messages=MESSAGES,
+        tools=strict,
+        response_format=form,
+        temperature=1.5,
+        seed=seed,
+        max_completion_tokens=100,
+    ).choices
+    calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
+    assert bool(calls) != bool(choice.message.content)
+    if choice.finish_reason == "length":
+        return
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    if choice.message.content:
+        jsonschema.validate(json.loads(choice.message.content), WEATHER)
 
 
 def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
@@ -144,7 +147,7 @@ def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
     assert answers == [("get_weather", {"city": "Rome", "days": 2}, "tool_calls")] * 2
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow  # the short tests have strict calls beside a structured answer, and equal calls in two pools and in one
 @pytest.mark.parametrize("parallel", [True, False])
 def test_strict_calls_are_valid_where_the_model_decides(client: openai.OpenAI, parallel: bool) -> None:
     """The history shows calls that the schema forbids, and the model still makes none of these."""

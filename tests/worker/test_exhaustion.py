@@ -26,7 +26,7 @@ def test_pools_far_too_small_for_the_load_lose_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "seed"), [("tiny", 2), ("default", 3)])
-def test_pools_far_too_small_for_the_load_lose_nothing_for_minutes(model: str, seed: int) -> None:
-    result = storm(model, seconds=150.0, seed=seed)
+@pytest.mark.parametrize(("model", "seconds", "seed"), [("tiny", 60.0, 2), ("default", 150.0, 3)])
+def test_pools_far_too_small_for_the_load_lose_nothing_for_minutes(model: str, seconds: float, seed: int) -> None:
+    result = storm(model, seconds=seconds, seed=seed)
     assert result.seen["preempted"] > 20

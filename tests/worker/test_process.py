@@ -35,7 +35,9 @@ def start(module: str, path: Path, *flags: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("module", "ending"),
     [
-        ("prefill_worker", signal.SIGTERM),
+        pytest.param(
+            "prefill_worker", signal.SIGTERM, marks=pytest.mark.slow
+        ),  # a cluster's two roles: test_worker_death_real.py
         ("decode_worker", "parent"),
         pytest.param("prefill_worker", "parent", marks=pytest.mark.slow),
         pytest.param("decode_worker", signal.SIGTERM, marks=pytest.mark.slow),

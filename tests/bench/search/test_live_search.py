@@ -190,7 +190,7 @@ def test_the_goodput_of_a_scripted_server_is_found():
 
 def test_the_goodput_of_both_layouts_is_within_5_percent():
     """Requests arrive evenly, so none waits below the capacity, and all are late soon above it: goodput is the capacity."""
-    settings = settings_of(prefills=(0, 1), slo=Slo(0.15, 0.1), first_rate_per_s=20.0, max_point_s=25.0)
+    settings = settings_of(prefills=(0, 1), slo=Slo(0.15, 0.1), first_rate_per_s=20.0, max_point_s=10.0)
     parts = Parts(settings, SplitTarget(), Arrivals(kind="constant"))
     points, stop = parts.search()
     results = {one.layout.prefill: one for one in GoodputSearch(settings).results(points)}

@@ -118,6 +118,7 @@ def as_four_bits(weight: torch.Tensor) -> torch.Tensor:
     return (codes * scale + least.bfloat16().float()).view(weight.shape)
 
 
+@pytest.mark.quick("tiny")
 def test_greedy_tokens_equal_torchs_until_a_near_tie(pair):
     compiled, plain, _ = pair
     rng, vocab, compared = random.Random(2), vocab_of(pair[0]), 0

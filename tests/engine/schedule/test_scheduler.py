@@ -359,6 +359,7 @@ def test_overtaken_prompts_take_turns():
     assert [{second for _, second in served[i : i + 3]} for i in range(4)] == [{1, 2, 3}] * 4
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("priority", [1, 100])
 def test_a_prompt_of_small_priority_waits_no_longer_than_its_priority_is_worth(priority: int):
     """It has not begun. Those that came at most so many prompt tokens after it go first, and no others."""
