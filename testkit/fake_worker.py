@@ -2,7 +2,7 @@
 
 It serves tests of the router and of the front ends, through real sockets, in one process. Token `i` of a prompt is
 `token_at(prompt, i)`, so a test knows the whole answer in advance, whichever workers served it. Tests make it slow, make it
-refuse or fail, or make it silent through its public attributes.
+refuse or fail, or make it silent through its public attributes. `LightWorker` is one with a real worker's own end of the link.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pdserve.rpc.bundle import Outbound, unbundled
 from pdserve.rpc.codec import pack_ids, unpack_ids
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2, story_pb2
+from pdserve.worker.link import RouterLink
 
 PREFILL = common_pb2.ROLE_PREFILL
 DECODE = common_pb2.ROLE_DECODE
@@ -87,6 +88,9 @@ class FakeWorker:
     worker_id: str = ""
     cluster_token: str = ""
     model_fingerprint: str = "fake"
+    address: str = "127.0.0.1:1"
+    pid: int = 1
+    ticket: bytes = b"ticket"
     block_size: int = 16
     num_blocks: int = 1024
     max_model_len: int = 4096
@@ -202,7 +206,7 @@ class FakeWorker:
             worker_id=self.worker_id,
             role=self.role,
             incarnation=self.incarnation,
-            address="127.0.0.1:1",
+            address=self.address,
             model_fingerprint=self.model_fingerprint,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -210,7 +214,7 @@ class FakeWorker:
             max_num_seqs=self.max_num_seqs,
             dtype=self.dtype,
             kv_bytes_per_token=self.kv_bytes_per_token,
-            pid=1,
+            pid=self.pid,
             step_timeout_s=self.step_timeout_s,
             niceness=15,
             quantization=self.quantization,
@@ -326,7 +330,7 @@ class FakeWorker:
     def _prefill(self, prefill: prefill_pb2.Prefill) -> None:
         self._sequences[prefill.handle] = _Sequence.of(prefill, runs=True)
         lease_id = common_pb2.LeaseId(incarnation=self.incarnation, counter=prefill.handle)
-        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=b"ticket")
+        started = prefill_pb2.PrefillStarted(handle=prefill.handle, lease_id=lease_id, ticket=self.ticket)
         self._send(prefill_started=started)
         self._work.set()
 
@@ -364,7 +368,7 @@ class FakeWorker:
         sequence.next_index += 1
         token_id, text, finish = self._draw(sequence, index)
         if self.role == PREFILL or finish != _UNFINISHED:
-            del self._sequences[sequence.handle]
+            self._sequences.pop(sequence.handle, None)
         return link_pb2.StepRow(
             handle=sequence.handle,
             index=index,
@@ -405,3 +409,38 @@ class FakeWorker:
             exposed_transfer_s=0.001,
         )
         self._send(kv_committed=committed)
+
+
+@dataclass(slots=True)
+class LightWorker(FakeWorker):
+    """A `FakeWorker` that dials through `pdserve.worker.link`. When its link is lost it drops its work and dials again."""
+
+    router_lost_s: float = 5.0
+    losses: int = 0
+    link: RouterLink = field(init=False)
+
+    def __post_init__(self) -> None:
+        FakeWorker.__post_init__(self)
+        self.link = RouterLink(
+            self.router_address,
+            self.cluster_token,
+            self._hello,
+            self.heartbeat,
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            router_lost_s=self.router_lost_s,
+            on_command=self._obey,
+            on_lost=self._lose,
+        )
+
+    async def start(self, *, timeout_s: float = WAIT_S) -> None:
+        """Dial, and return when the router has said Welcome. Raises TimeoutError."""
+        self._tasks = [asyncio.create_task(job) for job in (self.link.run(), self._step_loop())]
+        async with asyncio.timeout(timeout_s):
+            await self.link.connected.wait()
+
+    def _lose(self) -> None:
+        self.losses += 1
+        self._sequences.clear()
+
+    def _send(self, **body: Any) -> None:
+        self.link.send(link_pb2.WorkerMessage(**body))

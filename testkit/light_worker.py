@@ -12,17 +12,14 @@ import logging
 import os
 import secrets
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pdserve.config import WorkerConfig, load
 from pdserve.core.worker import LINK_VERSIONS
 from pdserve.observe.logs import setup_logging
-from pdserve.rpc.v1 import common_pb2, link_pb2
-from pdserve.worker.link import RouterLink
 from router.service.model import ServedModel
-from testkit.fake_worker import DECODE, PREFILL, WAIT_S, FakeWorker
+from testkit.fake_worker import DECODE, PREFILL, LightWorker
 from testkit.processes import MODULE, Place
 
 log = logging.getLogger(__name__)
@@ -37,42 +34,6 @@ HELD_UP: Final = "this process was held up for "
 def place(links: int) -> Place:
     """Return the place of a process with so many links."""
     return Place(env={LINKS: str(links)}, module="testkit.light_worker")
-
-
-@dataclass(slots=True)
-class LightWorker(FakeWorker):
-    """A `FakeWorker` that dials through `pdserve.worker.link`. When its link is lost it drops its work and dials again."""
-
-    address: str = ""
-    router_lost_s: float = 5.0
-    link: RouterLink = field(init=False)
-
-    def __post_init__(self) -> None:
-        FakeWorker.__post_init__(self)
-        self.link = RouterLink(
-            self.router_address,
-            self.cluster_token,
-            self._hello,
-            self.heartbeat,
-            heartbeat_interval_s=self.heartbeat_interval_s,
-            router_lost_s=self.router_lost_s,
-            on_command=self._obey,
-            on_lost=self._sequences.clear,
-        )
-
-    async def start(self, *, timeout_s: float = WAIT_S) -> None:
-        """Dial, and return when the router has said Welcome. Raises TimeoutError."""
-        self._tasks = [asyncio.create_task(job) for job in (self.link.run(), self._step_loop())]
-        async with asyncio.timeout(timeout_s):
-            await self.link.connected.wait()
-
-    def _hello(self) -> common_pb2.WorkerHello:
-        hello = FakeWorker._hello(self)
-        hello.address, hello.pid = self.address, os.getpid()
-        return hello
-
-    def _send(self, **body: Any) -> None:
-        self.link.send(link_pb2.WorkerMessage(**body))
 
 
 async def tell_hold_ups() -> None:
@@ -100,6 +61,7 @@ async def serve(config: WorkerConfig, count: int) -> None:
             card.fingerprint,
             vocab_size=card.vocab_size,
             link_version=LINK_VERSIONS.newest,
+            pid=os.getpid(),
             incarnation=secrets.randbits(63),
             heartbeat_interval_s=config.heartbeat_interval_s,
             token_interval_s=TOKEN_INTERVAL_S,

@@ -14,10 +14,10 @@ from fault_service import AUTO, assert_all_equal, messages, oracle, prompt
 
 from pdserve.config import MIB, EngineConfig
 from pdserve.rpc.v1 import inference_pb2
-from testkit.broken_worker import Breakage
 from testkit.client import request
 from testkit.load import Load, Outcome
 from testkit.processes import ProcessCluster
+from testkit.told_worker import Breakage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

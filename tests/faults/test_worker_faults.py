@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import replace
 
 import pytest
 from fault_service import BOUND_S, LOST_S, Phase, Service, assert_all_equal, load_in, tiny
@@ -11,11 +12,12 @@ from fault_service import BOUND_S, LOST_S, Phase, Service, assert_all_equal, loa
 from testkit.faults import Fault, strike
 from testkit.load import Load
 from testkit.processes import Place, State
+from testkit.told_worker import HANGING
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEP_TIMEOUT_S = 3.0  # instead of 60; a step of the tiny model takes milliseconds
-HANGING = Place(module="testkit.hanging_worker", worker={"engine": tiny(step_timeout_s=STEP_TIMEOUT_S)})
+HANGS_SOON = replace(HANGING, worker={"engine": tiny(step_timeout_s=STEP_TIMEOUT_S)})
 
 
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.value)
@@ -57,7 +59,7 @@ def placed_on(state: State, worker_id: str) -> bool:
 def hanging(request: pytest.FixtureRequest, service: Service) -> str:
     """Its process hangs when it gets SIGUSR1; the one that follows it is an ordinary one."""
     name = request.param
-    service.cluster.move(name, HANGING)
+    service.cluster.move(name, HANGS_SOON)
     service.cluster.start(name)
     service.cluster.move(name, Place())
     service.cluster.wait_whole()

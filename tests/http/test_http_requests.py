@@ -57,15 +57,8 @@ def test_defaults_are_openais() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).inputs[0].sampling == {"max_tokens": 7}
     nulls = dict.fromkeys(("max_tokens", "temperature", "stop", "seed", "stream", "stream_options", "n", "logprobs", "tools"))
     assert chat(**nulls).inputs[0].sampling == {}
-
-
-def test_every_sampling_field_arrives() -> None:
-    fields = {"temperature": 1, "top_p": 0.5, "top_k": 4, "min_p": 0.25, "seed": 7, "min_tokens": 2, "max_tokens": 9}
-    request = completion(
-        **fields, ignore_eos=True, stop="x", stop_token_ids=[1, 2], priority=-3, placement="auto", cache_salt="t"
-    ).inputs[0]
-    assert request.sampling == {**fields, "ignore_eos": True, "stop": ("x",), "stop_token_ids": (1, 2)}
-    assert (request.options, request.placement) == ({"priority": 3, "cache_salt": "t"}, Placement.AUTO)
+    assert chat(logit_bias={}, stop="x").inputs[0].sampling == {"logit_bias": {}, "stop": ("x",)}
+    assert completion(placement="auto").inputs[0].placement is Placement.AUTO
 
 
 @pytest.mark.parametrize("parse", [parse_completion, parse_chat])
@@ -78,15 +71,6 @@ def test_a_lower_priority_goes_first_as_in_vllm(parse: Any) -> None:
     assert [sent(priority)["priority"] for priority in (-10, 0, 2, 100)] == [10, 0, -2, -100]
     with pytest.raises(InvalidRequest, match=r"^priority: must be from -100 to 100, got -101$"):
         sent(-101)
-
-
-def test_penalties_and_biases_arrive() -> None:
-    penalties = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
-    for parse in (completion, chat):
-        found = parse(**penalties, logit_bias={"7": -100, "50256": 1.5, "0": 0}).inputs[0].sampling
-        assert {name: found[name] for name in penalties} == penalties
-        assert found["logit_bias"] == {7: -100.0, 50256: 1.5, 0: 0.0}
-    assert chat(logit_bias={}).inputs[0].sampling == {"logit_bias": {}}
 
 
 def test_logprobs_are_asked_for_as_each_endpoint_does_it() -> None:
@@ -149,20 +133,15 @@ def test_bad_prompts_name_their_place(field: str, prompt: Any) -> None:
 
 
 BAD_FIELDS: list[tuple[str, Any]] = [
-    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1 << 40), ("max_tokens", True), ("max_tokens", "5"),
-    ("max_tokens", 5.0), ("max_completion_tokens", 0), ("temperature", "hot"), ("temperature", True),
-    ("temperature", 10**400), ("top_p", []), ("seed", int("9" * 4300)),
-    ("top_k", 1.5), ("min_tokens", "1"),
-    ("seed", 1 << 64), ("seed", 0.5), ("stop", 3), ("stop[1]", ["a", None]), ("stop_token_ids", 3), ("stop_token_ids[0]", [-1]),
-    ("stop_token_ids[0]", [True]), ("ignore_eos", 1), ("stream", "true"), ("stream_options", {"include_usage": True}),
-    ("priority", "high"), ("placement", "moon"), ("placement", 1), ("deadline_s", "soon"),
-    ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"), ("model", 3),
-    ("n", 0), ("n", 129), ("n", 10**9), ("n", -1), ("n", True), ("n", "2"), ("best_of", 2), ("use_beam_search", 1),
-    ("length_penalty", 2), ("presence_penalty", "1"), ("frequency_penalty", True),
-    ("logit_bias", [1]), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
+    ("max_completion_tokens", 0), ("temperature", 10**400), ("seed", int("9" * 4300)),
+    ("stop[1]", ["a", None]), ("stop_token_ids[0]", [-1]), ("stop_token_ids[0]", [True]),
+    ("stream_options", {"include_usage": True}), ("placement", "moon"),
+    ("request_id", "a b"), ("request_id", ""), ("request_id", "x" * 129), ("request_id", "a\r\nb: c"),
+    ("n", 0), ("n", 129), ("n", 10**9), ("n", -1), ("best_of", 2), ("length_penalty", 2),
+    ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"07": 1}),
     ("logit_bias.1", {"1": None}), ("logit_bias.2", {"1": 0, "2": "x"}), ("logit_bias", {"99999999999": 1}),
-    ("logit_bias", {str(i): 0 for i in range(301)}),
 ]  # fmt: skip
+"""Values beyond limits, or of wrong types, are in tests/router/service/test_request_fields.py and below."""
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
@@ -332,6 +311,8 @@ def test_each_field_takes_its_types_and_no_other(endpoint: str) -> None:
             with pytest.raises(InvalidRequest) as caught:
                 PARSERS[endpoint](**{name: value})
             assert caught.value.field == name, (name, value)
+            assert caught.value.message.startswith(f"{name}: ")
+            assert len(caught.value.message) < 400
 
 
 @pytest.mark.parametrize(

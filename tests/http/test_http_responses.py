@@ -213,7 +213,6 @@ def test_a_response_is_the_request_of_a_chat() -> None:
         ("n", {"n": 2}),
         ("include[1]", {"include": [*INCLUDE, "reasoning.all"]}),
         ("top_logprobs", {"top_logprobs": 2}),
-        ("top_logprobs", {"top_logprobs": 21, "include": INCLUDE}), ("max_output_tokens", {"max_output_tokens": 0}),
         ("text.format.type", {"text": {"format": {"type": "grammar"}}}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
         ("text.format.schema", {"text": {"format": {"type": "text", "schema": {}}}}),

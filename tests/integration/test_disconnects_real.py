@@ -29,8 +29,8 @@ from real_service import (
 from pdserve.rpc.status import CANCEL_TOKEN_METADATA, REQUEST_ID_METADATA
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc
 from testkit.client import generate, generate_all, request
-from testkit.held_worker import Hold
 from testkit.processes import ProcessCluster, is_empty
+from testkit.told_worker import Hold
 
 pytestmark = pytest.mark.cluster
 

@@ -16,8 +16,8 @@ from real_service import APART, BOUND_S, GREEDY, QUICK_BEATS, OpenStream, long_p
 from pdserve.config import RouterConfig
 from pdserve.rpc.status import REQUEST_ID_METADATA
 from testkit.client import request
-from testkit.held_worker import Hold
 from testkit.processes import ProcessCluster
+from testkit.told_worker import Hold
 
 pytestmark = pytest.mark.cluster
 

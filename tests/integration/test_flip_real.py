@@ -18,9 +18,9 @@ from pdserve_bench.layout import Layout
 from pdserve_bench.search.reshape import homes_of
 from pdserve_bench.search.shaper import AdminPort, Shaper
 from testkit.client import Answer, generate_all, request
-from testkit.held_worker import Hold
 from testkit.load import Load
 from testkit.processes import ProcessCluster
+from testkit.told_worker import Hold
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 REQUESTS = 12

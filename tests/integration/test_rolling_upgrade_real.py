@@ -14,7 +14,7 @@ from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2
 from testkit.client import generate_all, request
 from testkit.load import Load
 from testkit.processes import ProcessCluster
-from testkit.versioned_worker import place
+from testkit.told_worker import of_versions
 
 pytestmark = pytest.mark.cluster
 
@@ -28,9 +28,9 @@ ENGINE = EngineConfig(
     threads=1,
     enable_prefix_caching=False,
 )
-OLD = place(VersionRange(0, 0), VersionRange(0, 0))  # a release before versions
-NEW = place(LINK_VERSIONS, VersionRange(2, 3))
-FOREIGN = place(VersionRange(LINK_VERSIONS.newest + 1, LINK_VERSIONS.newest + 1), VersionRange(0, 1))
+OLD = of_versions(VersionRange(0, 0), VersionRange(0, 0))  # a release before versions
+NEW = of_versions(LINK_VERSIONS, VersionRange(2, 3))
+FOREIGN = of_versions(VersionRange(LINK_VERSIONS.newest + 1, LINK_VERSIONS.newest + 1), VersionRange(0, 1))
 PAIRS = {("prefill-0", "decode-0"), ("prefill-1", "decode-1")}
 
 

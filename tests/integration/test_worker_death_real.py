@@ -27,9 +27,9 @@ from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
 from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
-from testkit.held_worker import Hold
 from testkit.load import Load
 from testkit.processes import ProcessCluster, State
+from testkit.told_worker import Hold
 
 MANY = 200  # tokens
 HELD = 100  # tokens: a worker that is held here has sent the first ones and has many to go

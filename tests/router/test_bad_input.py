@@ -39,7 +39,7 @@ def chat(role: str, content: str) -> Request:
     return Request(chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role=role, content=content)]))
 
 
-TABLE = {
+TABLE = {  # values beyond the limits of single fields: tests/router/service/test_request_fields.py
     "no prompt": (Request(), INVALID, ["prompt"]),
     "empty text": (Request(text=""), INVALID, ["prompt", "empty"]),
     "no ids": (Request(tokens=inference_pb2.TokenPrompt()), INVALID, ["prompt", "empty"]),
@@ -50,31 +50,13 @@ TABLE = {
     "text far too long": (Request(text="x" * 100_000), INVALID, ["prompt", "max_model_len"]),
     "chat too long": (chat("user", "word " * 4000), INVALID, ["messages", "max_model_len"]),
     "unknown model": (changed(lambda r: setattr(r, "model", "gpt")), grpc.StatusCode.NOT_FOUND, ["model", "gpt", "tiny"]),
-    "no max_tokens": (sampled(max_tokens=0), INVALID, ["max_tokens", "1"]),
-    "huge max_tokens": (sampled(max_tokens=4_000_000_000), INVALID, ["max_tokens"]),
     "max_tokens over what fits": (sampled(max_tokens=254), INVALID, ["max_tokens", "254", "253", "max_model_len"]),
     "min over max": (sampled(min_tokens=5), INVALID, ["min_tokens", "4"]),
     "temperature nan": (sampled(temperature=math.nan), INVALID, ["temperature", "[0, 2]"]),
     "repetition_penalty under float32": (sampled(repetition_penalty=1e-300), INVALID, ["repetition_penalty", "[0.01, 2]"]),
-    "temperature below 0": (sampled(temperature=-1.0), INVALID, ["temperature"]),
-    "top_p below 0": (sampled(top_p=-0.1), INVALID, ["top_p", "[0, 1]"]),
-    "min_p 2": (sampled(min_p=2.0), INVALID, ["min_p"]),
     "stop id out of range": (changed(lambda r: r.sampling.stop_token_ids.append(9999)), INVALID, ["stop_token_ids", "511"]),
     "biased id out of range": (changed(lambda r: r.sampling.logit_bias.update({512: 1.0})), INVALID, ["logit_bias", "511"]),
-    "bias too large": (changed(lambda r: r.sampling.logit_bias.update({5: 101.0})), INVALID, ["logit_bias", "100"]),
-    "too many biases": (
-        changed(lambda r: r.sampling.logit_bias.update(dict.fromkeys(range(301), 1.0))),
-        INVALID,
-        ["logit_bias", "300"],
-    ),
-    "presence penalty": (sampled(presence_penalty=2.5), INVALID, ["presence_penalty", "[-2, 2]"]),
     "frequency penalty nan": (sampled(frequency_penalty=math.nan), INVALID, ["frequency_penalty"]),
-    "repetition penalty 0": (sampled(repetition_penalty=0.0), INVALID, ["repetition_penalty", "[0.01, 2]"]),
-    "too many logprobs": (sampled(logprobs=21), INVALID, ["logprobs", "20"]),
-    "too many stops": (changed(lambda r: r.sampling.stop.extend("abc" * 6)), INVALID, ["stop", "16"]),
-    "empty stop": (changed(lambda r: r.sampling.stop.append("")), INVALID, ["stop"]),
-    "priority": (changed(lambda r: setattr(r, "priority", 101)), INVALID, ["priority", "100"]),
-    "salt too long": (changed(lambda r: setattr(r, "cache_salt", "é" * 65)), INVALID, ["cache_salt", "128"]),
     "unknown class": (
         changed(lambda r: setattr(r, "slo_class", "x" * 9999)),
         INVALID,
@@ -124,38 +106,6 @@ def test_an_oversized_message_is_refused_and_the_others_are_served() -> None:
             garbage = cluster.channel.unary_stream("/pdserve.rpc.v1.Inference/Generate")
             assert (await failure(read(garbage(b"\xff" * 100))))[:2] == (INVALID, "invalid_request")
             assert (await cluster.generate((1, 2), 3)).ids == right_ids((1, 2), 3)
-
-    run(story())
-
-
-@pytest.mark.parametrize(
-    ("sampling", "field"),
-    [
-        ({"max_tokens": "ten"}, "max_tokens"),
-        ({"max_tokens": -5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"seed": -1}, "seed"),
-        ({"seed": 1 << 64}, "seed"),
-        ({"stop": "text"}, "stop"),
-        ({"stop_token_ids": (1.5,)}, "stop_token_ids"),
-        ({"ignore_eos": 1}, "ignore_eos"),
-        ({"logprobs": True}, "logprobs"),
-        ({"presence_penalty": "1"}, "presence_penalty"),
-        ({"logit_bias": ((1, 2.0),)}, "logit_bias"),
-        ({"logit_bias": {"1": 2.0}}, "logit_bias"),
-        ({"logit_bias": {1: True}}, "logit_bias"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
-        ({"magic": 1}, "magic"),
-    ],
-)
-def test_what_only_http_can_get_wrong(sampling: dict[str, Any], field: str) -> None:
-    async def story() -> None:
-        async with local_cluster() as cluster:
-            with pytest.raises(InvalidRequest) as caught:
-                await cluster.service.submit(GenerateInput(prompt=(1, 2), sampling=sampling))
-            assert caught.value.field == field
-            assert field in caught.value.message
 
     run(story())
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
 from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation
 from pdserve.core.worker import Role
-from pdserve.rpc.v1 import common_pb2
-from pdserve.worker.link import RouterLink
 from router.core import events as ev
+from testkit.fake_worker import DECODE, LightWorker
 
 from .core_peers import Stage
 from .local_cluster import TOKEN, LocalCluster, local_cluster
@@ -105,52 +101,11 @@ def test_a_process_that_dials_again_is_let_in_at_once() -> None:
     stage.assert_empty()
 
 
-@dataclass
-class Dialler:
-    link: RouterLink
-    losses: int = 0
-
-
-@asynccontextmanager
-async def dialling(cluster: LocalCluster, incarnation: int) -> AsyncIterator[Dialler]:
-    """The production end of a link, of a worker that only beats."""
-
-    def hello() -> common_pb2.WorkerHello:
-        return common_pb2.WorkerHello(
-            worker_id="decode-0",
-            role=common_pb2.ROLE_DECODE,
-            incarnation=incarnation,
-            address=f"10.0.0.{incarnation}:1",
-            model_fingerprint=cluster.service.model.card.fingerprint,
-            block_size=16,
-            num_blocks=100,
-            max_model_len=256,
-            max_num_seqs=8,
-            dtype="bfloat16",
-            kv_bytes_per_token=10,
-            pid=incarnation,
-        )
-
-    def lost() -> None:
-        dialler.losses += 1
-
-    link = RouterLink(
-        cluster.link_address,
-        TOKEN,
-        hello,
-        common_pb2.WorkerLoad,
-        heartbeat_interval_s=0.1,
-        router_lost_s=LOST_S,
-        on_command=lambda message: None,
-        on_lost=lost,
-    )
-    dialler = Dialler(link)
-    task = asyncio.create_task(link.run())
-    try:
-        yield dialler
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def dialling(cluster: LocalCluster, pid: int) -> LightWorker:
+    return LightWorker(
+        DECODE, cluster.link_address, "decode-0", TOKEN, cluster.service.model.card.fingerprint, f"10.0.0.{pid}:1", pid,
+        incarnation=pid, heartbeat_interval_s=0.1, router_lost_s=LOST_S,
+    )  # fmt: skip
 
 
 def test_two_processes_with_one_id_do_not_evict_each_other_over_real_links(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,16 +117,16 @@ def test_two_processes_with_one_id_do_not_evict_each_other_over_real_links(caplo
 
     async def story() -> None:
         async with asyncio.timeout(WAIT_S), local_cluster(()) as cluster:
+            second = dialling(cluster, 2)
             async with dialling(cluster, 1) as first:
-                await first.link.connected.wait()
-                async with dialling(cluster, 2) as second:
-                    while refusals() < 3:  # noqa: ASYNC110 - a log has no event
-                        await asyncio.sleep(0.01)
-                    assert not second.link.connected.is_set()
-                    assert (first.losses, second.losses) == (0, 0)
-                    assert [w.hello.pid for w in cluster.service.snapshot().workers] == [1]
-            async with dialling(cluster, 2) as second:
-                await second.link.connected.wait()
-                assert [w.hello.pid for w in cluster.service.snapshot().workers] == [2]
+                joins = asyncio.create_task(second.start())
+                while refusals() < 3:  # noqa: ASYNC110 - a log has no event
+                    await asyncio.sleep(0.01)
+                assert not second.link.connected.is_set()
+                assert (first.losses, second.losses) == (0, 0)
+                assert [w.hello.pid for w in cluster.service.snapshot().workers] == [1]
+            await joins
+            assert [w.hello.pid for w in cluster.service.snapshot().workers] == [2]
+            await second.stop()
 
     asyncio.run(story())

@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from pdserve.rpc.v1 import common_pb2, inference_pb2
-from pdserve.worker.link import RouterLink
+from testkit.fake_worker import DECODE, PREFILL, LightWorker
 from testkit.footprint import footprint
 
 from .local_cluster import TOKEN, tiny_model
@@ -33,34 +33,9 @@ SIZE = 8 * MIB - 64
 LOST_S = 5.0  # a busy machine holds a process for two seconds
 
 
-class RealLink:
-    """A worker's own end of the link, as workers run it, with heartbeats and nothing behind it."""
-
-    def __init__(self, address: str, role: common_pb2.Role, name: str) -> None:
-        self.lost = 0
-        hello = common_pb2.WorkerHello(
-            worker_id=name, role=role, incarnation=7, address="127.0.0.1:1", block_size=16, num_blocks=100,
-            model_fingerprint=tiny_model().card.fingerprint, max_model_len=256, max_num_seqs=8, dtype="bf16",
-            kv_bytes_per_token=10, pid=1,
-        )  # fmt: skip
-        self.link = RouterLink(
-            address,
-            TOKEN,
-            lambda: hello,
-            common_pb2.WorkerLoad,
-            heartbeat_interval_s=0.2,
-            router_lost_s=LOST_S,
-            on_command=lambda message: None,
-            on_lost=self._on_lost,
-        )
-
-    def _on_lost(self) -> None:
-        self.lost += 1
-
-    @property
-    def answers(self) -> int:
-        """To heartbeats, of this stream."""
-        return self.link._answers
+def beating(address: str, role: common_pb2.Role) -> LightWorker:
+    """Return a worker with its own end of the link, as workers run it."""
+    return LightWorker(role, address, "", TOKEN, tiny_model().card.fingerprint, heartbeat_interval_s=0.2, router_lost_s=LOST_S)
 
 
 @contextlib.contextmanager
@@ -108,34 +83,24 @@ def test_no_worker_is_lost_and_heartbeats_go_on_while_large_requests_flood_in(tm
     answered with its own refusal; (4) no link broke meanwhile, and the router's memory is bounded."""
 
     async def story(ready: dict[str, Any], pid: int) -> None:
-        links = [
-            RealLink(ready["link"], common_pb2.ROLE_PREFILL, "prefill-0"),
-            RealLink(ready["link"], common_pb2.ROLE_DECODE, "decode-0"),
-        ]
-        running = [asyncio.create_task(one.link.run()) for one in links]
-        try:
-            async with asyncio.timeout(BOUND_S):
-                await asyncio.gather(*(one.link.connected.wait() for one in links))
-                before, rss = [one.answers for one in links], footprint(pid).rss_bytes
-                began_s = time.monotonic()
-                statuses, codes = await asyncio.gather(
-                    asyncio.to_thread(flood_http, ready["http"], json_flood()),
-                    asyncio.to_thread(flood_grpc, ready["grpc"], protobuf_flood()),
-                )
-                took_s = time.monotonic() - began_s
-                beats = [one.answers - answers for one, answers in zip(links, before, strict=True)]
-                print(f"flood took {took_s:.1f} s; answers to heartbeats meanwhile: {beats}")  # for who measures
-                assert set(statuses) <= {400, 429}, statuses
-                assert 400 in statuses
-                expected = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
-                assert set(codes) <= expected, codes
-                assert [one.lost for one in links] == [0, 0]
-                assert all(count > 0 for count in beats)
-                assert footprint(pid).rss_bytes - rss < 512 * MIB
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.timeout(BOUND_S), beating(ready["link"], PREFILL) as one, beating(ready["link"], DECODE) as other:
+            links = [one.link, other.link]
+            before, rss = [link._answers for link in links], footprint(pid).rss_bytes
+            began_s = time.monotonic()
+            statuses, codes = await asyncio.gather(
+                asyncio.to_thread(flood_http, ready["http"], json_flood()),
+                asyncio.to_thread(flood_grpc, ready["grpc"], protobuf_flood()),
+            )
+            took_s = time.monotonic() - began_s
+            beats = [link._answers - answers for link, answers in zip(links, before, strict=True)]
+            print(f"flood took {took_s:.1f} s; answers to heartbeats meanwhile: {beats}")  # for who measures
+            assert set(statuses) <= {400, 429}, statuses
+            assert 400 in statuses
+            expected = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert set(codes) <= expected, codes
+            assert (one.losses, other.losses) == (0, 0)
+            assert all(count > 0 for count in beats)
+            assert footprint(pid).rss_bytes - rss < 512 * MIB
 
     with router_process(tmp_path, *PORTS, "--set", f"router.heartbeat_lost_s={LOST_S}") as process:
         ready = ready_line(process)

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from pdserve.config import MIB, EngineConfig, RouterConfig
-from testkit.held_worker import Hold
 from testkit.processes import ProcessCluster
+from testkit.told_worker import Hold
 
 pytestmark = pytest.mark.cluster
 

@@ -45,7 +45,23 @@ def latent(heads: int, kv_rank: int, nope_dim: int, rope_dim: int, v_dim: int, *
 
 
 GEMMA: Final = {"qk_norm": NormSpec(1e-6, 1.0), "scale": 0.2, "softcap": 4.0}
+# The scale makes scores as mild as elsewhere: codes of four bits then differ from those of torch as little as in other models.
+MIXED: Final = [  # heads, kv_heads, head_dim, intermediate, theta, eps: three KV groups, whose layers are mixed
+    (4, 2, 32, 192, 10000.0, 1e-5),
+    (2, 1, 64, 320, 500.0, 1e-2),
+    (4, 2, 32, 64, 500.0, 1e-3),
+    (8, 4, 16, 128, 10000.0, 1e-5),
+    (2, 1, 64, 64, 10000.0, 1e-5),
+]
 MODELS: Final[dict[str, ModelSpec]] = {
+    "mixed": ModelSpec(
+        VOCAB, HIDDEN,
+        tuple(
+            LayerSpec(heads(count, kv_heads, dim, rope=RopeSpec(theta), scale=0.4 * dim**-0.5), DenseSpec(width), NormSpec(eps))
+            for count, kv_heads, dim, width, theta, eps in MIXED
+        ),
+        NormSpec(1e-4), max_position=2048, tied_head=False,
+    ),
     "qwen2": model(*[heads(4, 2, 16, bias=True)] * 2),
     "qwen3": model(*[heads(6, 2, 32, qk_norm=NormSpec(0.5))] * 2),
     "mistral": model(heads(7, 1, 80, window=7), heads(4, 4, 16, window=1), heads(2, 1, 64, window=300)),
@@ -63,7 +79,8 @@ MODELS: Final[dict[str, ModelSpec]] = {
         embedding_scale=4.0, softcap=2.0,
     ),
 }  # fmt: skip
-"""Each name says which family has these features. The widths of "all" are multiples of 64, for weights of fewer bits."""
+"""Each name says which family has these features. The widths of "all" and "mixed" are multiples of 64, for weights of
+fewer bits. The layers of "mixed" differ in everything that Llama's may differ in."""
 LATENTS: Final = {
     "latent": model(*[latent(5, 48, 32, 16, 16)] * 2),
     "latent_ranked": model(*[latent(3, 80, 16, 32, 48, q_rank=112, scale=None, rope=RopeSpec(500.0))] * 2),

@@ -1,4 +1,4 @@
-"""Features that Llama lacks: compiled code against a reference in float64, and against itself in other company."""
+"""Layers of all families: compiled code against a reference in float64, and against itself in other company."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.engine_ways import COMPILED
 
 SIZE = 16
 LENGTHS = (1, 17, 90, 330, 601)
-ROUNDING = {"bf16": 0.02, "fp32": 0.02, "int8": 0.04, "fp8_e4m3": 0.1, "int4": 0.3}  # as in test_native_layers
+ROUNDING = {"bf16": 0.02, "fp32": 0.02, "int8": 0.04, "fp8_e4m3": 0.1, "int4": 0.3}
 
 
 @cache
@@ -48,10 +48,10 @@ def make(tiny_dir):
         key = (name, *sorted(settings.items()))
         if key not in made:
             card = replace(ModelCard.load(tiny_dir), spec=MODELS[name])
-            config = EngineConfig(kv_cache_memory=8 * MIB, max_model_len=640, dtype="bfloat16", **settings)
+            config = EngineConfig(kv_cache_memory=8 * MIB, max_model_len=640, **{"dtype": "bfloat16", **settings})
             weights = weights_of(MODELS[name])
             made[key] = ModelRunner.make(card, config, lambda dtype, _: weights.map(lambda tensor: tensor.to(dtype)))
-            assert isinstance(made[key]._model, native.NativeDecoder)
+            assert isinstance(made[key]._model, native.NativeDecoder) == (config.dtype == "bfloat16")
         return made[key]
 
     yield make
@@ -71,6 +71,14 @@ def pieces(runner: ModelRunner, seed: int) -> list[SequenceSlice]:
 
 def cut(piece: SequenceSlice, start: int, end: int) -> SequenceSlice:
     return piece._replace(start=start, token_ids=piece.token_ids[start:end])
+
+
+def steps(runner: ModelRunner) -> tuple[StepPlan, StepPlan]:
+    """Return the step of all prompts but for their last tokens, and that of these tokens."""
+    whole = pieces(runner, seed=1)
+    prompts = [cut(one, 0, len(one.token_ids) - 1) for one in whole if len(one.token_ids) > 1]
+    decodes = [cut(one, len(one.token_ids) - 1, len(one.token_ids)) for one in whole]
+    return StepPlan(tuple(prompts)), StepPlan(tuple(decodes))
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -97,17 +105,28 @@ WAYS += [
 def test_prefill_and_decode_equal_the_references_up_to_rounding(make, name, kv_cache_dtype, threads):
     """(1) Prompts of uneven lengths together, all but their last token. (2) That token of all of them: decodes."""
     runner = make(name, kv_cache_dtype=kv_cache_dtype, threads=threads)
-    whole = pieces(runner, seed=1)
-    prompts = StepPlan(tuple(cut(one, 0, len(one.token_ids) - 1) for one in whole if len(one.token_ids) > 1))
-    decodes = StepPlan(tuple(cut(one, len(one.token_ids) - 1, len(one.token_ids)) for one in whole))
+    prompts, decodes = steps(runner)
     measure = error_of_rows if name in MIXTURES else error
     found = runner.logits(prompts)
     assert measure(found, torch.cat([rows[:-1] for rows in reference(name)])) < ROUNDING[kv_cache_dtype]
     assert measure(runner.logits(decodes), torch.stack([rows[-1] for rows in reference(name)])) < ROUNDING[kv_cache_dtype]
 
 
-QUANTISED = ("all", "ties", "latent_all", "latent_moe")
+@COMPILED
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3", "int4"])
+def test_quantised_kv_of_mixed_layers_is_what_torch_stores_and_reads(make, kv_cache_dtype, threads):
+    """The reference has no such KV; over five layers its rounding alone is as large as a mistake."""
+    exact = make("mixed", dtype="float32", kv_cache_dtype=kv_cache_dtype, threads=1)
+    compiled = make("mixed", kv_cache_dtype=kv_cache_dtype, threads=threads)
+    assert len(compiled.kv.caches) == 3
+    for plan in steps(compiled):
+        assert error(compiled.logits(plan), exact.logits(plan)) < ROUNDING[kv_cache_dtype]
+
+
+QUANTISED = ("all", "mixed", "ties", "latent_all", "latent_moe")
 CHANGES = {
+    "mixed": [{"rope": RopeSpec(10000.0)}, {"rope": RopeSpec(500.0)}],
     "qwen2": [{"bias": False}],
     "qwen3": [{"qk_norm": None}, {"qk_norm": NormSpec(1e-6)}],
     "mistral": [{"window": 8}, {"window": 2}, {"window": None}],

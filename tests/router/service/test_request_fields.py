@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.config import RouterConfig
 from pdserve.core.errors import DeadlineExceeded, InvalidRequest
-from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, check_types, field_types, limits_of
+from pdserve.core.limits import IntRange, MaxBytes, MaxCount, RealRange, TextLengths, field_types, limits_of
 from pdserve.core.request_spec import OPTIONS, RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import BUILT_IN, DEFAULT_CLASS
@@ -25,14 +25,21 @@ from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import GenerateInput
 from router.core.events import Submit
 from router.openai.request import parse_chat, parse_completion
+from router.openai.responses.body import LOGPROBS
+from router.openai.responses.request import parse_responses
 from router.parsing.generate import generate_input
 from router.service.admission import Admission
 
 MODEL_LEN, VOCAB_SIZE = 256, 512
 DEFAULTS: Final = RouterConfig(max_client_priority=100)
 FIELDS: Final = {**field_types(SamplingParams), **{name: field_types(RequestSpec)[name] for name in OPTIONS}}
-NOT_IN_CHAT: Final = {"logprobs": "chat has `logprobs: true` and `top_logprobs`, as OpenAI's API"}
-"""Fields that a JSON body of the chat endpoint does not take under their name, and why."""
+SPELLED: Final = {
+    ("chat", "logprobs"): ("top_logprobs", {"logprobs": True}),
+    ("responses", "logprobs"): ("top_logprobs", {"include": [LOGPROBS]}),
+    ("responses", "max_tokens"): ("max_output_tokens", {}),
+}
+"""Fields that a front end takes under another name, and what has to stand beside them."""
+NOT_TAKEN: Final = {("responses", "prompt_logprobs")}
 
 U32 = st.integers(0, (1 << 32) - 1)
 
@@ -67,28 +74,32 @@ def test_a_deadline_also_bounds_what_comes_before_the_queue(slow: str):
         asyncio.run(admission.admit(request, arrived_s=0.0))
 
 
-def over_grpc(name: str, value: Any) -> Submit:
-    request = inference_pb2.GenerateRequest(text="x")
-    target: Any = request if name in OPTIONS else request.sampling
-    if isinstance(value, tuple):
-        getattr(target, name).extend(value)
-    elif isinstance(value, dict):
-        getattr(target, name).update(value)
-    else:
-        setattr(target, name, value)
-    return admit(generate_input(request, call_remaining_s=None, max_deadline_s=600.0, max_prompt_tokens=MODEL_LEN - 1))
+HTTP: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "completions": (parse_completion, {"prompt": "x"}),
+    "chat": (parse_chat, {"messages": [{"role": "user", "content": "x"}]}),
+    "responses": (parse_responses, {"input": "x"}),
+}
+FRONT_ENDS: Final = ("grpc", *HTTP)
 
 
-def over_completions(name: str, value: Any) -> Submit:
-    return admit(parse_completion(json.dumps({"prompt": "x", name: value}).encode(), None).inputs[0])
-
-
-def over_chat(name: str, value: Any) -> Submit:
-    body = {"messages": [{"role": "user", "content": "x"}], name: value}
-    return admit(parse_chat(json.dumps(body).encode(), None).inputs[0])
-
-
-FRONT_ENDS: Final = {"grpc": over_grpc, "completions": over_completions, "chat": over_chat}
+def send(front: str, name: str, value: Any) -> Submit:
+    """Send a request that sets one field. The front "core" is the router's interface itself."""
+    if front == "core":
+        return admit(GenerateInput("x", **{"options" if name in OPTIONS else "sampling": {name: value}}))
+    if front == "grpc":
+        request = inference_pb2.GenerateRequest(text="x")
+        target: Any = request if name in OPTIONS else request.sampling
+        if isinstance(value, tuple):
+            getattr(target, name).extend(value)
+        elif isinstance(value, dict):
+            getattr(target, name).update(value)
+        else:
+            setattr(target, name, value)
+        return admit(generate_input(request, call_remaining_s=None, max_deadline_s=600.0, max_prompt_tokens=MODEL_LEN - 1))
+    parse, body = HTTP[front]
+    written, beside = SPELLED.get((front, name), (name, {}))
+    call = parse(json.dumps({**body, **beside, written: value}).encode(), None)
+    return admit(getattr(call, "call", call).inputs[0])
 
 
 def ordinary(name: str) -> Any:
@@ -122,35 +133,58 @@ def beyond(name: str) -> list[tuple[Any, str]]:
     return found
 
 
-@pytest.mark.parametrize(("front", "send"), FRONT_ENDS.items())
+TAKEN: Final[dict[Any, tuple[type[Any], ...]]] = {
+    bool: (bool,), int: (int,), int | None: (int,), float: (int, float), str: (str,),
+    tuple[str, ...]: (str, list), tuple[int, ...]: (list,), tuple[tuple[int, float], ...]: (dict,),
+}  # fmt: skip
+"""The types of JSON that a field takes. Nothing is coerced: 1.0 is no integer, true is no 1, "1" is no number."""
+
+
+def of_a_wrong_type(front: str, name: str) -> list[Any]:
+    kind = FIELDS[name]
+    taken = (tuple,) if front == "core" and kind in (tuple[str, ...], tuple[int, ...]) else TAKEN[kind]
+    return [value for value in (True, 1, 1.5, 1.0, "s", "1", [], {}) if type(value) not in taken]
+
+
+@pytest.mark.parametrize("front", [*FRONT_ENDS, "core"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_both_front_ends_carry_each_field_to_the_core(name: str, front: str, send: Callable[[str, Any], Submit]) -> None:
-    if front == "chat" and name in NOT_IN_CHAT:
+def test_each_field_reaches_the_core_or_is_refused_by_its_name(name: str, front: str) -> None:
+    """(1) A good value arrives. (2) One beyond a limit is refused by field and limit, (3) and one of a wrong type by field."""
+    if (front, name) in NOT_TAKEN:
+        with pytest.raises(InvalidRequest, match=f"^{name}: .* is not supported"):
+            send(front, name, ordinary(name))
         return
-    spec = send(name, ordinary(name)).spec
+    spec = send(front, name, ordinary(name)).spec
     got = getattr(spec if name in OPTIONS else spec.sampling, name)
-    sent = -ordinary(name) if name == "priority" and front != "grpc" else ordinary(name)  # a lower one goes first over HTTP
+    sent = -ordinary(name) if name == "priority" and front in HTTP else ordinary(name)  # a lower one goes first over HTTP
     assert (dict(got) if name == "logit_bias" else got) == sent
 
-
-@pytest.mark.parametrize(("front", "send"), FRONT_ENDS.items())
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_value_beyond_a_limit_is_refused_by_field_and_limit(
-    name: str, front: str, send: Callable[[str, Any], Submit]
-) -> None:
-    if front == "chat" and name in NOT_IN_CHAT:
-        return
-    for value, limit in beyond(name):
-        if front != "grpc" and (name, value) in (("top_k", -1), ("seed", -1)):
+    written, _ = SPELLED.get((front, name), (name, {}))
+    typed = front == "grpc" or (front == "core" and name in OPTIONS)  # by protobuf, and by the front ends
+    refused = [] if typed else [(value, written) for value in of_a_wrong_type(front, name)]
+    for value, words in (*beyond(name), *refused):
+        if front in HTTP and (name, value) in (("top_k", -1), ("seed", -1)):
             continue  # vLLM's clients write -1 for off; OpenAI's seed is signed
         try:
-            with pytest.raises(InvalidRequest) as refused:
-                send(name, value)
+            with pytest.raises(InvalidRequest) as caught:
+                send(front, name, value)
         except ValueError:
             assert front == "grpc", "protobuf itself refuses what its field cannot hold"
             continue
-        assert refused.value.field == name
-        assert limit in str(refused.value)
+        assert caught.value.field == written, value
+        assert caught.value.message.startswith(f"{written}: ")
+        assert words in caught.value.message
+        assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("logit_bias", value) for value in (((1, 2.0),), {"1": 2.0}, {1: True}, {-1: 1.0})), ("magic", 1)],
+)
+def test_what_only_a_caller_of_the_core_can_get_wrong(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name}") as caught:
+        send("core", name, value)
+    assert caught.value.field == name
 
 
 def test_limits_are_tried_beyond_their_ends() -> None:
@@ -159,13 +193,6 @@ def test_limits_are_tried_beyond_their_ends() -> None:
     assert len([name for name in FIELDS if beyond(name)]) == len(
         [kind for name, kind in FIELDS.items() if kind is not bool and name != "min_tokens"]  # which depends on another field
     )
-
-
-@pytest.mark.parametrize("name", field_types(SamplingParams))
-def test_admission_knows_the_type_of_each_field(name: str) -> None:
-    check_types(SamplingParams, {name: ordinary(name)}, "a sampling parameter")
-    with pytest.raises(InvalidRequest, match=f"{name}: must be "):
-        check_types(SamplingParams, {name: object()}, "a sampling parameter")
 
 
 def test_every_field_is_in_the_messages_of_clients_and_of_workers() -> None:
