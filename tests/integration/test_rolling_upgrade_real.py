@@ -72,7 +72,7 @@ def test_a_rolling_upgrade_under_load_loses_and_changes_nothing() -> None:
 
         assert [(o.details, o.answer.ids) for o in outcomes] == [("", ids) for ids in expected]
         served = [(o.answer.report.prefill_worker, o.answer.report.decode_worker) for o in outcomes]
-        assert set(served) == PAIRS
+        assert PAIRS >= set(served) >= {("prefill-1", "decode-1")}  # the old ones may be drained before they get any
         assert {o.answer.report.attempts for o in outcomes} == {1}
         assert [answer.ids for answer in later] == expected[:2]
 

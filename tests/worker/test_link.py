@@ -171,7 +171,7 @@ def test_a_router_that_reads_too_slowly_is_left_and_dialled_again(monkeypatch):
             for _ in range(5):
                 side.link.send(link_pb2.WorkerMessage())
             await until(lambda: router.dialled == 2)
-            assert side.lost == 1
+            await until(lambda: side.lost == 1)
 
     asyncio.run(story())
 
