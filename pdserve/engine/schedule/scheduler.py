@@ -2,7 +2,7 @@
 
 The module is pure: no torch, no clock, no threads.
 Continuous batching: sequences join and leave between steps. Decodes go first; chunks of prompts fill the rest of the token
-budget, or less of it where sequences that decode have a target for the time between tokens (see chunk_budget.py). A running
+budget, or less of it where sequences that decode have a target for the time between tokens (see step_rates.py). A running
 sequence has the blocks of all its known tokens from the start, or a promise where a group has a window (see room.py), so
 a prompt that has started can always finish. Only decodes grow, one block at a time. When no block is free, the youngest running
 sequence gives all its blocks back and is recomputed later. If blocks were reserved chunk by chunk without a promise,
@@ -15,7 +15,7 @@ need, so small requests never starve a big one.
 A block that a step may write is freed only after that step is collected. A block behind a sliding window, which no later
 token sees, is freed then as well, while its sequence goes on. A lease keeps what its reader needs.
 
-Sequences that begin with the same tokens share blocks: see prefix_cache.py. `plan` takes guesses of next tokens (drafts). They
+Sequences that begin with the same tokens share blocks: see room.py. `plan` takes guesses of next tokens (drafts). They
 change how many steps an output takes, and nothing else. Drafts take only what the step leaves: tokens of the
 budget, and rows that draw a token. A step has at most as many such rows as sequences may run, because the memory for logits is
 measured for so many. Drafts preempt nobody.
