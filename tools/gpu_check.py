@@ -56,6 +56,7 @@ PARTS = (
     Part("nixl", "ipc", "run", (NIXL,), 35),
     Part("nixl-get", "ipc", "run", (NIXL,), 30, GET_BY_IPC),
     Part("handoff", "handoff", "run", (NIXL, "safetensors"), 70),
+    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 90),
     Part("kernels", "kernels", "run", ("triton", "pytest", "hypothesis"), 120),
     Part("engine", "engine", "run", ("triton", "safetensors"), 45),
     Part("attention", "attention", "run", ("triton",), 45),
