@@ -153,8 +153,8 @@ def check_random(seed: int) -> None:
 
 
 def test_splits_fill_the_device_and_stay_long_enough():
-    assert choose_splits(1, 8, 100, 132) == 1  # too short to cut
-    assert choose_splits(1, 8, 8 * MIN_SPLIT, 132) == 8
-    assert choose_splits(1, 8, 1 << 20, 132) == 32  # two programs a multiprocessor
-    assert choose_splits(256, 8, 1 << 20, 132) == 1  # full already
-    assert choose_splits(1, 1, 1 << 30, 132) == 128
+    assert choose_splits(1, 8, 100, 264) == 1  # too short to cut
+    assert choose_splits(1, 8, 8 * MIN_SPLIT, 264) == 8
+    assert choose_splits(1, 8, 1 << 20, 264) == 32  # two programs on each of 132 multiprocessors
+    assert choose_splits(256, 8, 1 << 20, 264) == 1  # full already
+    assert choose_splits(1, 1, 1 << 30, 264) == 128

@@ -144,12 +144,13 @@ def decode(
         )  # fmt: skip
 
 
-def choose_splits(sequences: int, programs: int, longest: int, multiprocessors: int) -> int:
-    """Return a number of splits that gives each multiprocessor about two programs. A sequence takes `programs` a split.
+def choose_splits(sequences: int, programs: int, longest: int, at_a_time: int) -> int:
+    """Return a number of splits with about `at_a_time` programs, which the device runs at a time. A sequence takes `programs` a
+    split.
 
     A split has at least MIN_SPLIT positions of the longest sequence. The number is a power of two, because each number of
     splits is a kernel of its own to compile.
     """
-    wanted = 2 * multiprocessors // max(1, sequences * programs)
+    wanted = at_a_time // max(1, sequences * programs)
     splits = max(1, min(wanted, longest // MIN_SPLIT, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)

@@ -34,7 +34,8 @@ class BatchedDecoder:
         hidden = self._hidden(make_batch(plan, self._caches, self._rows.padded(plan.num_tokens)))
         if not rows:
             return None
-        return Logits(self._model.logits(hidden[rows]))
+        first = len(rows)  # as in each step without prompts; a list would be copied to the device as an index
+        return Logits(self._model.logits(hidden[:first] if rows[-1] == first - 1 else hidden[rows]))
 
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert so far, of each layer that has experts."""
