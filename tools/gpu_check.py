@@ -53,7 +53,7 @@ PARTS = (
     Part("machine", "machine", "run", (), 20),
     Part("nixl", "ipc", "run", (NIXL, "msgspec"), 25),
     Part("handoff", "handoff", "run", (NIXL, "msgspec", "safetensors"), 60),
-    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 90),
+    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 110),
     Part("kernels", "kernels", "run", ("triton", "pytest", "hypothesis", "msgspec"), 80),
     Part("engine", "engine", "run", ("triton", "safetensors", "msgspec"), 40),
     Part("attention", "attention", "run", ("triton",), 40),

@@ -13,6 +13,7 @@ from kernel_cases import (
     poisoned,
     random_settings,
     reference_attention,
+    sound,
     tables_tensor,
     tolerance,
 )
@@ -41,6 +42,7 @@ def run(
     tiling=TILING,
 ):
     """One token for each of `ends` positions, on every second row of the query. Returns output and definition."""
+    tiling = sound(tiling, kind, dtype)
     sequences, written, num_blocks = make_sequences([(end - 1, 1) for end in ends], block_size, window, seed)
     pool = make_pool(written, num_blocks, heads=kv_heads, dim=dim, block_size=block_size, kind=kind, dtype=dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)

@@ -14,6 +14,11 @@ from pdserve.engine.kernels.support import next_power_of_2
 from pdserve.engine.kv.paged import KvFormat
 
 _COMPUTE: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+INT4_POSITIONS: Final = 64
+"""The fewest positions of a tile of int4 with fewer than WGMMA_ROWS rows. There Triton 3.6 gives each thread eight neighbouring
+positions, since eight int4 fill 32 bits, and its 16-bit products are wrong when a tile has fewer than the threads want."""
+WGMMA_ROWS: Final = 64
+"""The fewest rows that Hopper's own matrix products take."""
 FLOAT32_BYTES: Final = 4
 REGISTER_BYTES: Final = 64 * 1024 * 4  # of a multiprocessor
 
@@ -91,7 +96,14 @@ def _latent_tiling(shape: KernelShape, dtype: torch.dtype, rows: int) -> Tiling:
     """
     if dtype is torch.float32:
         return Tiling(16, 16, 4, 1)
-    return Tiling(min(64 if shape.format is KvFormat.PLAIN else 32, rows), 32, 8, 3)
+    positions = INT4_POSITIONS if shape.format is KvFormat.INT4 else 32
+    return Tiling(min(64 if shape.format is KvFormat.PLAIN else 32, rows), positions, 8, 3)
+
+
+def assert_sound(shape: KernelShape, dtype: torch.dtype, tiling: Tiling) -> None:
+    """Assert that the compiler computes this tile right, see `INT4_POSITIONS`."""
+    if shape.format is KvFormat.INT4 and dtype is not torch.float32:
+        assert tiling.rows >= WGMMA_ROWS or tiling.positions >= INT4_POSITIONS
 
 
 def programs_at_a_time(shape: KernelShape, tiling: Tiling) -> int:
