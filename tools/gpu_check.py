@@ -2,11 +2,11 @@
 
     python -m tools.gpu_check [--rehearse] [--parts decode prefill]
 
-The check needs no installation and no network: torch, Triton and numpy beside a checkout are enough, and NIXL where it is
-available. Each part runs in a process of its own with a time limit, and all together take less than eight minutes. The parts
-that tell most run first. A part that cannot run says why, and a part that fails does not stop the others. Without a GPU every
-part says so; --rehearse then runs all parts on CPU with tiny shapes, to see that they run. The exit status is 1 when a part
-failed.
+The check needs no installation and no network: torch, Triton, numpy and msgspec beside a checkout are enough, and for some
+parts NIXL or what a router needs. Each part runs in a process of its own with a time limit, and all together take less than
+eight minutes. The parts that tell most run first. A part that cannot run says why, and a part that fails does not stop the
+others. Without a GPU every part says so; --rehearse then runs all parts on CPU with tiny shapes, to see that they run. The exit
+status is 1 when a part failed.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class Part(NamedTuple):
     function: str
     needs: tuple[str, ...]
     limit_s: float
-    environment: tuple[tuple[str, str], ...] = ()
 
 
-GET_BY_IPC = (("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on"),)  # UCX's own default is off when it sees no NVLink
 PARTS = (
-    Part("machine", "machine", "run", (), 30),
-    Part("nixl", "ipc", "run", (NIXL,), 35),
-    Part("nixl-get", "ipc", "run", (NIXL,), 30, GET_BY_IPC),
-    Part("handoff", "handoff", "run", (NIXL, "safetensors"), 70),
-    Part("kernels", "kernels", "run", ("triton", "pytest", "hypothesis"), 120),
-    Part("engine", "engine", "run", ("triton", "safetensors"), 45),
-    Part("attention", "attention", "run", ("triton",), 45),
+    Part("machine", "machine", "run", (), 20),
+    Part("nixl", "ipc", "run", (NIXL, "msgspec"), 25),
+    Part("handoff", "handoff", "run", (NIXL, "msgspec", "safetensors"), 60),
+    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 110),
+    Part("kernels", "kernels", "run", ("triton", "pytest", "hypothesis", "msgspec"), 80),
+    Part("engine", "engine", "run", ("triton", "safetensors", "msgspec"), 40),
+    Part("attention", "attention", "run", ("triton",), 40),
     Part("families", "families", "run", ("triton",), 25),
-    Part("decode", "steps", "run_decode", ("triton", "safetensors"), 40),
-    Part("prefill", "steps", "run_prefill", ("triton", "safetensors"), 25),
-    Part("peer", "peers", "run", ("triton", "safetensors", "transformers"), 120),  # at most; it gets what the others have left
+    Part("decode", "steps", "run_decode", ("triton", "safetensors", "msgspec"), 40),
+    Part("prefill", "steps", "run_prefill", ("triton", "safetensors", "msgspec"), 25),
+    Part(
+        "peer", "peers", "run", ("triton", "safetensors", "msgspec", "transformers"), 120
+    ),  # at most; it gets what the others have left
 )
 OTHER_PROCESSES = (
     Part("lend", "ipc", "lend", (), 60),
@@ -82,7 +82,7 @@ def reason_against(part: Part, setup: Setup) -> str:
 def run_part(part: Part, setup: Setup) -> tuple[list[Row], bool]:
     """Run a part. Return the rows that it printed, and whether it succeeded. If it failed, the last row says why."""
     command = [sys.executable, "-m", "tools.gpu_check", "--part", part.name, *setup.arguments]
-    status, printed, complaints = run_bounded(command, environment_of(part, setup), setup.limit_s)
+    status, printed, complaints = run_bounded(command, environment_of(setup), setup.limit_s)
     rows = [replace(row, part=part.name) for row in rows_of(printed)]
     if status == 0:
         return rows, True
@@ -92,11 +92,11 @@ def run_part(part: Part, setup: Setup) -> tuple[list[Row], bool]:
     return [*rows, Row(part.name, "", "FAILED", note=note)], False
 
 
-def environment_of(part: Part, setup: Setup) -> dict[str, str]:
+def environment_of(setup: Setup) -> dict[str, str]:
     """Return the environment of a part's process."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # NIXL may lie in a folder that it names
     interpreted = {"TRITON_INTERPRET": "1"} if setup.rehearsed else {}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **interpreted, **dict(part.environment)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **interpreted}
 
 
 def run_bounded(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:

@@ -218,7 +218,7 @@ class ModelRunner:
 
     def describe(self) -> str:
         """Return a line for logs and operators that says how steps are computed and why."""
-        way = f"{'compiled' if self.compiled else 'torch'} {str(self.kv.dtype).removeprefix('torch.')}"
+        way = f"{self._model.way} {str(self.kv.dtype).removeprefix('torch.')}"
         return f"{way} ({self._why}); batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
     def launch(self, plan: StepPlan) -> Pending:
@@ -311,7 +311,7 @@ def _model(card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineCon
     backend = _backend(card.spec, kv.caches, invariant=bool(config.batch_invariant))
     model = Decoder(card.spec, weights, backend, max_positions)
     hidden = _recorded(model, backend, kv.caches, max_positions, config.max_num_seqs) or model.hidden
-    return BatchedDecoder(model, hidden, kv.caches, backend.rows)
+    return BatchedDecoder(model, hidden, kv.caches, backend)
 
 
 def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -> Backend:
@@ -332,7 +332,7 @@ def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -
             TritonAttention(kv.paged, shape_of(one, kv.paged.block_size, kv.paged.format), kv.dtype)
             for kv, one in zip(caches, shared, strict=True)
         )
-        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap)
+        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap, "Triton")
     fast = tuple(BoundedAttention(FastAttention(*group), group[-1]) for group in groups)
     return Backend(WholeRows(), fast, tuple(TorchOps(kv, fixed=False) for kv in caches), softcap)
 

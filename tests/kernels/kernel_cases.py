@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pdserve.engine.kernels.tiling import INT4_POSITIONS, WGMMA_ROWS, Tiling
 from pdserve.engine.kv.paged import KvFormat, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -17,6 +18,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED el
 POISON_BYTE = 0x7F  # NaN in E4M3, the largest in int8, 15 and 7 in int4
 LAYERS = 2
 NAN = float("nan")
+
+
+def sound(tiling: Tiling, kind: KvFormat, dtype: torch.dtype) -> Tiling:
+    """The tiling, or one with as many positions as the compiler needs."""
+    small = kind is KvFormat.INT4 and dtype is not torch.float32 and tiling.rows < WGMMA_ROWS
+    return replace(tiling, positions=max(tiling.positions, INT4_POSITIONS)) if small else tiling
 
 
 @dataclass(frozen=True)

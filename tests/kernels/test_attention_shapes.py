@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, tables_tensor, tolerance
+from kernel_cases import DEVICE, make_pool, make_sequences, poisoned, reference_attention, sound, tables_tensor, tolerance
 
 from pdserve.core.model_spec import AttentionSpec, MlaSpec, NormSpec, RopeSpec
 from pdserve.engine.kernels.decode import decode
@@ -41,7 +41,7 @@ def difference(
     query = torch.randn(tokens, shape.heads, shape.qk_dim, generator=torch.Generator().manual_seed(seed + 1)) * size
     query = query.to(dtype).to(DEVICE)
     out = poisoned(tokens + 1, shape.heads, shape.v_dim, dtype=dtype)
-    run(shape, layer, query, out, sequences, splits, tiling)
+    run(shape, layer, query, out, sequences, splits, sound(tiling, shape.format, dtype))
     expected = reference_attention(
         pool.values, 1, query, sequences, shape.window, scale=shape.scale, softcap=shape.softcap,
         latent=shape.v_dim if shape.latent else 0,

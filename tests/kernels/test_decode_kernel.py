@@ -13,6 +13,7 @@ from kernel_cases import (
     poisoned,
     random_settings,
     reference_attention,
+    sound,
     tables_tensor,
     tolerance,
 )
@@ -41,6 +42,7 @@ def run(
     tiling=TILING,
 ):
     """One token for each of `ends` positions, on every second row of the query. Returns output and definition."""
+    tiling = sound(tiling, kind, dtype)
     sequences, written, num_blocks = make_sequences([(end - 1, 1) for end in ends], block_size, window, seed)
     pool = make_pool(written, num_blocks, heads=kv_heads, dim=dim, block_size=block_size, kind=kind, dtype=dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -153,8 +155,8 @@ def check_random(seed: int) -> None:
 
 
 def test_splits_fill_the_device_and_stay_long_enough():
-    assert choose_splits(1, 8, 100, 132) == 1  # too short to cut
-    assert choose_splits(1, 8, 8 * MIN_SPLIT, 132) == 8
-    assert choose_splits(1, 8, 1 << 20, 132) == 32  # two programs a multiprocessor
-    assert choose_splits(256, 8, 1 << 20, 132) == 1  # full already
-    assert choose_splits(1, 1, 1 << 30, 132) == 128
+    assert choose_splits(1, 8, 100, 264) == 1  # too short to cut
+    assert choose_splits(1, 8, 8 * MIN_SPLIT, 264) == 8
+    assert choose_splits(1, 8, 1 << 20, 264) == 32  # two programs on each of 132 multiprocessors
+    assert choose_splits(256, 8, 1 << 20, 264) == 1  # full already
+    assert choose_splits(1, 1, 1 << 30, 264) == 128

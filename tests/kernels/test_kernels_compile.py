@@ -25,7 +25,10 @@ PROGRAMS = {
 }  # fmt: skip
 # In a loop, where numbers are quantised: K, V and their scales. Latent keys have two parts and one scale.
 BUFFERS = {"attend_int8": 4, "attend_fp8_e4m3": 4, "attend_int4": 4, "latent_fp8_e4m3": 3}
-ON_THE_STACK = {"latent_128": 192}  # bytes of addresses, as tiling.py says
+# A tile of 64 latent keys is measured to be the fastest, though its addresses do not fit into registers and no stage is left
+# to load a tile ahead.
+LARGE = {("prefill_kernel", "latent_32"), ("prefill_kernel", "latent_128")}
+ON_THE_STACK = {("decode_kernel", "latent_128"): 192, **dict.fromkeys(LARGE, 640)}  # bytes of addresses, as tiling.py says
 
 
 def compiled(*cases: str, cache: Path, **environment: str) -> list[dict]:
@@ -101,6 +104,7 @@ def test_every_shape_compiles_fits_and_spills_nothing(tmp_path):
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
         if kernel["case"] == "float32":
             continue
-        assert kernel["stack_bytes"] <= ON_THE_STACK.get(kernel["case"], 0), kernel
-        if kernel["kernel"] in ATTENTION:
+        name = (kernel["kernel"], kernel["case"])
+        assert kernel["stack_bytes"] <= ON_THE_STACK.get(name, 0), kernel
+        if kernel["kernel"] in ATTENTION and name not in LARGE:
             assert_pipelined(kernel)

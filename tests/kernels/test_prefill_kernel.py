@@ -13,6 +13,7 @@ from kernel_cases import (
     poisoned,
     random_settings,
     reference_attention,
+    sound,
     tables_tensor,
     tolerance,
 )
@@ -29,6 +30,7 @@ PLAIN = KvFormat.PLAIN
 def check(
     lengths, *, kv_heads=1, group=1, dim=64, block_size=16, window=0, kind=PLAIN, dtype=torch.float32, seed=0, tiling=TILING,
 ):  # fmt: skip
+    tiling = sound(tiling, kind, dtype)
     sequences, written, num_blocks = make_sequences(lengths, block_size, window, seed)
     pool = make_pool(written, num_blocks, heads=kv_heads, dim=dim, block_size=block_size, kind=kind, dtype=dtype, seed=seed)
     tokens = sum(count for _, count in lengths)

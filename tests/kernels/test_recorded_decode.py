@@ -64,7 +64,9 @@ def runners(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
-        return torch_runner, ModelRunner.make(card, config, load)
+        by_triton = ModelRunner.make(card, config, load)
+    assert by_triton.describe().startswith("Triton float32")
+    return torch_runner, by_triton
 
 
 def steps(lengths: list[int], decodes: int, groups: int, seed: int) -> list[StepPlan]:

@@ -61,7 +61,8 @@ def test_an_offset_is_added_to_the_weight_and_only_the_result_is_rounded(dtype):
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1)
     assert close(rms_norm(x, weight, 1e-5, 1.0), expected, dtype)
-    assert close(rms_norm(x, weight, 1e-5, 1.0), elementwise.rms_norm(x, weight, 1e-5, 1.0), dtype, factor=1)
+    factor = 1 if DEVICE.type == "cpu" else 2  # a GPU sums in another order, and its reciprocal root may be off by its last bit
+    assert close(rms_norm(x, weight, 1e-5, 1.0), elementwise.rms_norm(x, weight, 1e-5, 1.0), dtype, factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -255,6 +255,13 @@ def test_nixl_leaves_a_users_environment_alone() -> None:
     assert environment["UCX_KEEPALIVE_INTERVAL"] == "1s"
 
 
+@pytest.mark.parametrize(("gpu", "get"), [(False, None), (True, "on")])
+def test_ucx_reads_from_gpu_to_gpu_also_where_it_sees_no_nvlink(gpu: bool, get: str | None) -> None:
+    environment: dict[str, str] = {}
+    prepare_environment(environment, gpu=gpu)
+    assert environment.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY") == get
+
+
 @pytest.mark.parametrize(
     ("devices", "gpu", "hooks"), [(False, False, "n"), (True, False, None), (False, True, None)], ids=["plain", "rdma", "gpu"]
 )

@@ -6,7 +6,6 @@ with those that were lent.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -62,9 +61,8 @@ def run(setup: Setup) -> None:
     rate = region.nbytes / min(took_s[1:])
     target = torch.empty_like(pool)
     copied = pool.nbytes / replayed_s([lambda: target.copy_(pool)], setup.device)
-    asked = " asked for cuda_ipc" if "UCX_CUDA_IPC_ENABLE_GET_ZCOPY" in os.environ else ""
     Row(
-        "nixl", f"{region.nbytes >> 20} MiB, {region.num_blocks} blocks{asked}", f"{rate / 1e9:.1f} GB/s",
+        "nixl", f"{region.nbytes >> 20} MiB, {region.num_blocks} blocks", f"{rate / 1e9:.1f} GB/s",
         f"{copied / 1e9:.1f} device copy", f"{rate / copied:.0%}", note(setup, way),
     ).emit()  # fmt: skip
     if not torch.equal(pool, contents(setup, *pool.shape)[order]):

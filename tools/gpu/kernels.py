@@ -40,7 +40,8 @@ def run(setup: Setup) -> None:
 def command(setup: Setup) -> list[str]:
     """Return the command. It prints a line for each test, and at the end one for each that failed."""
     # No addopts: its strict markers need plugins that only an installed project has.
-    settings = ["-o", "addopts=", "-v", "-rfE", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider"]
+    # The plugin of benchmarks warns about xdist, and a warning is an error.
+    settings = ["-o", "addopts=", "-v", "-rfE", "--tb=short", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     if importlib.util.find_spec("xdist") and not setup.rehearsed:
         settings += ["-n", str(min(12, os.cpu_count() or 1))]  # each process has a CUDA context of its own, and compiles
     return [sys.executable, "-m", "pytest", *settings, *(REHEARSED if setup.rehearsed else ("tests/kernels",))]

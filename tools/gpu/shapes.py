@@ -10,14 +10,12 @@ from pdserve.config import EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.model_spec import RopeSpec
-from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.step_plan import GREEDY, SequenceSlice, StepPlan
 from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights, ModelWeights
 from pdserve.engine.runner import ModelRunner
 from tools.gpu.pools import fill
 from tools.gpu.row import Setup
 
-GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 16
 
 
@@ -86,7 +84,7 @@ def plan(shape: ModelCard, sequences: range, *, start: int, count: int, room: in
     for i in sequences:
         table = tuple(BlockId(i * blocks + j) for j in range(blocks))
         ids = tuple((7 + 31 * i + j) % shape.vocab_size for j in range(start, start + count))
-        slices.append(SequenceSlice(SeqId(i), start, ids, (table,), (SampleSpec(GREEDY, 0),)))
+        slices.append(SequenceSlice(SeqId(i), start, ids, (table,), (GREEDY,)))
     return StepPlan(tuple(slices))
 
 

@@ -20,7 +20,7 @@ from pdserve.engine.kernels.decode import choose_splits, decode
 from pdserve.engine.kernels.prefill import cut, prefill, tile_tokens, tiles_tensor
 from pdserve.engine.kernels.shape import KernelShape
 from pdserve.engine.kernels.support import multiprocessors
-from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling
+from pdserve.engine.kernels.tiling import Tiling, decode_tiling, prefill_tiling, programs_at_a_time
 from pdserve.engine.kv.paged import PagedKv
 from pdserve.engine.kv.span import Span
 
@@ -138,7 +138,8 @@ class TritonAttention:
 
     def _splits(self, sequences: int, longest: int) -> int:
         seen = min(longest, self._shape.window) if self._shape.window else longest
-        return choose_splits(sequences, self._shape.programs(self._decode.rows), seen, multiprocessors(self._device))
+        at_a_time = programs_at_a_time(self._shape, self._decode) * multiprocessors(self._device)
+        return choose_splits(sequences, self._shape.programs(self._decode.rows), seen, at_a_time)
 
     def _copied(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Copy all `parts` to the device at once and return them there in the same shapes.

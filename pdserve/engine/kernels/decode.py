@@ -21,7 +21,7 @@ from torch import Tensor
 from pdserve.engine.kernels.flash import attend, load_query
 from pdserve.engine.kernels.shape import KernelShape, padded
 from pdserve.engine.kernels.support import next_power_of_2
-from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
+from pdserve.engine.kernels.tiling import Tiling, assert_sound, dot_dtype, dot_precision
 from pdserve.engine.kv.paged import LayerKv
 
 MIN_SPLIT = 256  # positions: in a smaller split, its start and its merge cost more than the reads that it takes over
@@ -127,6 +127,7 @@ def decode(
     query: [tokens, heads, qk_dim], out: [tokens, heads, v_dim], rows contiguous. tables: [sequences, blocks] int32. rows,
     ends: [sequences] int32 (see `decode_kernel`).
     """
+    assert_sound(shape, query.dtype, tiling)
     parts = (len(rows), shape.heads, splits) if splits > 1 else (0, 0, 0)
     partial = torch.empty((*parts, shape.v_dim), dtype=torch.float32, device=query.device)
     states = torch.empty((*parts, 2), dtype=torch.float32, device=query.device)
@@ -144,12 +145,13 @@ def decode(
         )  # fmt: skip
 
 
-def choose_splits(sequences: int, programs: int, longest: int, multiprocessors: int) -> int:
-    """Return a number of splits that gives each multiprocessor about two programs. A sequence takes `programs` a split.
+def choose_splits(sequences: int, programs: int, longest: int, at_a_time: int) -> int:
+    """Return a number of splits with about `at_a_time` programs, which the device runs at a time. A sequence takes `programs` a
+    split.
 
     A split has at least MIN_SPLIT positions of the longest sequence. The number is a power of two, because each number of
     splits is a kernel of its own to compile.
     """
-    wanted = 2 * multiprocessors // max(1, sequences * programs)
+    wanted = at_a_time // max(1, sequences * programs)
     splits = max(1, min(wanted, longest // MIN_SPLIT, MAX_SPLITS))
     return 1 << (splits.bit_length() - 1)

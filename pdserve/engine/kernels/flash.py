@@ -37,7 +37,8 @@ def load_numbers(base, rows, there, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr
     if FORMAT == _INT4:
         pair = tl.arange(0, DIM // 2)
         mask = there[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        packed = tl.load(base + rows[:, None] + pair[None, :], mask=mask, other=0x88).to(tl.int32)
+        packed = tl.load(base + rows[:, None] + pair[None, :], mask=mask, other=0).to(tl.int32)
+        packed = tl.where(mask, packed, 0x88)  # not as `other`: Triton 3.6 puts it into one of four bytes, and 0xFF into three
         numbers = tl.interleave((packed & 15) - 8, (packed >> 4) - 8).to(tl.float32)
     else:
         dim = tl.arange(0, DIM)

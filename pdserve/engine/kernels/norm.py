@@ -49,13 +49,13 @@ def norm_kernel(
     if ADD:
         added = tl.load(branch + place, mask=mask, other=0.0).to(tl.float32)
         if POST:
-            post_scale = 1.0 / tl.sqrt(tl.sum(added * added, 0) / HIDDEN + post_eps)
+            post_scale = tl.rsqrt(tl.sum(added * added, 0) / HIDDEN + post_eps)
             factor = tl.load(post_weight + column, mask=mask, other=0.0).to(tl.float32)
             added = weighed(added * post_scale, factor, POST_OFFSET, out.dtype.element_ty)
         total = (wide + added).to(summed.dtype.element_ty)
         tl.store(summed + place, total, mask=mask)
         wide = total.to(tl.float32)  # the rounded sum is normed, as two separate kernels would do
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
     result = weighed(wide * scale, tl.load(weight + column, mask=mask, other=0.0).to(tl.float32), OFFSET, out.dtype.element_ty)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.engine.kernels.flash import attend, load_query
 from pdserve.engine.kernels.shape import KernelShape
-from pdserve.engine.kernels.tiling import Tiling, dot_dtype, dot_precision
+from pdserve.engine.kernels.tiling import Tiling, assert_sound, dot_dtype, dot_precision
 from pdserve.engine.kv.paged import LayerKv
 
 TILE_FIELDS = 4  # sequence, first query row, position of that row's token, tokens
@@ -117,6 +117,7 @@ def prefill(
     query: [tokens, heads, qk_dim], out: [tokens, heads, v_dim], rows contiguous. tables: [sequences, blocks] int32. tiles:
     [tiles, 4] int32 (see `prefill_kernel`), made by `cut` with `tile_tokens`.
     """
+    assert_sound(shape, query.dtype, tiling)
     prefill_kernel[(shape.programs(tiling.rows), len(tiles))](
         out, query, layer.key, layer.value, layer.key_scales, layer.value_scales, tables, tiles,
         *shape.factors, tables.stride(0), query.stride(0), out.stride(0), layer.block_step, layer.scales_step,

@@ -37,6 +37,9 @@ class Model(Protocol):
     computes_in_torch: bool
     """True when steps need torch's inference mode, which takes 65 us to enter when the CPU's caches are cold."""
 
+    way: str
+    """What computes the steps: compiled, Triton or torch."""
+
     def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty. On a GPU all of this is
         queued on the current stream.

@@ -45,13 +45,14 @@ UNEQUAL_SCORES: Final = "layers that share KV of one shape but have different sc
 class Backend:
     """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton.
 
-    attention, ops: one for each KV group. softcap: bounds logits.
+    attention, ops: one for each KV group. softcap: bounds logits. name: what computes attention and operations.
     """
 
     rows: Rows
     attention: tuple[Attention[Any], ...]
     ops: tuple[Ops, ...]
     softcap: Softcap
+    name: str = "torch"
 
 
 class Layer:

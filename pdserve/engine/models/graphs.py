@@ -81,7 +81,8 @@ class DecodeGraphs:
         fixed.positions[: batch.tokens].copy_(batch.positions[: batch.tokens])
         for slots, given in zip(fixed.slots, batch.slots, strict=True):
             slots[: batch.tokens].copy_(given)
-            slots[batch.tokens :] = NOBODY
+            if batch.tokens < len(slots):
+                slots[batch.tokens :] = NOBODY
         assert fixed.real is not None
         fixed.real.fill_(batch.tokens)
         for attention, step, spans in zip(self._attention, recording.attention, batch.spans, strict=True):

@@ -175,6 +175,7 @@ class NativeDecoder:
     """
 
     computes_in_torch = False
+    way = "compiled"
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
         """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
