@@ -260,6 +260,9 @@ class RouterConfig(RouterConstants):
     heartbeat_lost_s: PositiveFloat = 5.0
     # True lets the pools differ in the quantisation of weights. The tokens then depend on where a request runs.
     allow_mixed_quantization: bool = False
+    # True refuses a worker unless a token depends neither on the worker nor on the batch in which it is computed. Otherwise
+    # `exact` in answers and in `pdserve status` tells whether that is so.
+    require_exact: bool = False
     # The router records requests in this file, for `pdserve replay`. A number follows its name if it exists. None: nowhere.
     record_file: str | None = None
     # True also records prompts, outputs and stop strings. Otherwise only their lengths are recorded.

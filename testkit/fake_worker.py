@@ -98,6 +98,7 @@ class FakeWorker:
     link_version: int = 0
     dtype: str = "bfloat16"
     quantization: str = ""
+    numerics: str = "fake"
     kv_bytes_per_token: int = 1024
     vocab_size: int = 256
     incarnation: int = 1
@@ -218,6 +219,7 @@ class FakeWorker:
             step_timeout_s=self.step_timeout_s,
             niceness=15,
             quantization=self.quantization,
+            numerics=self.numerics,
             max_num_batched_tokens=self.max_num_batched_tokens,
             link_version=self.link_version,
         )

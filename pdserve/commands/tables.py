@@ -24,7 +24,9 @@ UTILISATION_WIDE = 20  # columns more if the utilisation of workers is known
 MOST_ASIDE = 5  # workers that are named when not all pairs are: one broken machine is among the first
 ROOMY = 100  # columns of a terminal that shows it
 RARE = ("cached", "quarantined", "unaccounted")
-_INEXACT = "exact: false; workers store weights or KV in different formats, so tokens may depend on where a request runs"
+_INEXACT = (
+    "exact: false; workers compute other bits, or a token depends on its batch, so tokens may depend on where a request runs"
+)
 SHORT = {"quarantined": "quar", "unaccounted": "unacc", "heartbeat": "beat"}  # headings on a narrow terminal
 
 

@@ -108,6 +108,9 @@ class WorkerHello:
     holds the KV of all its tokens."""
     model_digest: str = ""
     """The name of the model with every byte of its weights. Empty: the worker's release does not compute the name."""
+    numerics: str = ""
+    """The name of the bits that the worker computes. Workers with one name give equal tokens. Empty: a token depends on the
+    batch in which it is computed, or the worker's release does not compute the name."""
 
     @property
     def kv_tokens(self) -> int:

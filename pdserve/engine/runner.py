@@ -94,6 +94,8 @@ class ModelRunner:
         """Bytes of the checkpoint's tensors in the model's dtype. The copy of a tied head for its kernel is not counted."""
         self.model_digest = ""
         """The name of the model with every byte of its weights. Empty: the weights do not come from files."""
+        self.numerics = ""
+        """The name of the bits that this engine computes, see `numerics_of`. Empty: it has none, or nobody has asked."""
         self.max_model_len = max_model_len
         self.drafts_obstacle = DRAFTS_OBSTACLE if kv.spec.quantised else None
         """The reason, in words, why steps cannot take drafts; None when they can."""

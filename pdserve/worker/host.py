@@ -177,6 +177,8 @@ class Host:
     stories: WorkStories = field(default_factory=WorkStories)
     model_digest: str = ""
     """The name of the model with every byte of its weights. Empty: they do not come from files."""
+    numerics: str = ""
+    """The name of the bits that the engine computes. Empty: a token depends on the batch in which it is computed."""
     seq_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The ids of new sequences. An engine that has served another role goes on with its own ids."""
 

@@ -268,6 +268,7 @@ class LinkMember:
             address=host.address,
             model_fingerprint=host.card.fingerprint,
             model_digest=host.model_digest,
+            numerics=host.numerics,
             block_size=spec.block_size,
             num_blocks=spec.pool_tokens(sizes) // spec.block_size,
             max_model_len=host.max_model_len,

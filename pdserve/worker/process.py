@@ -48,6 +48,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
+from pdserve.engine.numerics import numerics_of
 from pdserve.engine.peaks import Peaks, peaks_of
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
@@ -225,6 +226,7 @@ class RunningWorker:
         check_before_loading(self.card, engine)
         later = self._converts(engine)
         runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress)
+        runner.numerics = numerics_of(runner, engine)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
@@ -394,6 +396,7 @@ class Life:
             config=worker.config,
             card=worker.card,
             model_digest=worker.runner.model_digest,
+            numerics=worker.runner.numerics,
             kv_spec=worker.kv.spec,
             regions=self._regions,
             tokenizer=worker.tokenizer,

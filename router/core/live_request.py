@@ -427,8 +427,10 @@ class LiveRequest:
     predicted_ttft_s: float = 0.0
     """The predicted time from arrival to the first token, made when the request was queued. 0: the class has no target for it,
     or the time was unknown."""
+    numerics: str = ""
+    """The numerics of the workers that have computed parts of this request. Empty: none has."""
     exact: bool = True
-    """True while all linked workers computed alike each time a part of this request was placed."""
+    """True while all of these have the same numerics, and none has numerics without a name."""
     keeps: LinkId | None = None
     """The decode worker whose next room this waiting request has claimed. None: it has no claim."""
     passed_by: int = 0
@@ -564,6 +566,11 @@ class LiveRequest:
             ttft_met=self._ttft_met(now_s),
             tpot_met=self._tpot_met(tpot_s, tokens),
         )
+
+    def computed_by(self, numerics: str) -> None:
+        """Note that a worker with these numerics computes a part of this request."""
+        self.exact = self.exact and numerics != "" and self.numerics in ("", numerics)
+        self.numerics = numerics
 
     def _ttft_met(self, now_s: float) -> bool | None:
         """Tell whether the target for the first token was met. A failed request without a token has missed the target; a

@@ -312,11 +312,12 @@ class Worker:
 class Registry:
     """The workers by link, with at most one link for each worker id. Iteration is in the order of joining."""
 
-    def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False) -> None:
+    def __init__(self, model_fingerprint: str, *, allow_mixed_quantization: bool = False, require_exact: bool = False) -> None:
         self._model_fingerprint = model_fingerprint
+        self._require_exact = require_exact
         self._allow_mixed_quantization = allow_mixed_quantization
         self.exact = True
-        """True while all linked workers keep weights and KV in the same formats: then a token does not depend on the worker."""
+        """True while all linked workers have the same numerics: then a token depends neither on the worker nor on its batch."""
         self._by_link: dict[LinkId, Worker] = {}
         self._by_role: dict[Role, dict[LinkId, Worker]] = {role: {} for role in Role}
         self._by_seen: OrderedDict[LinkId, Worker] = OrderedDict()
@@ -358,6 +359,11 @@ class Registry:
                 f"first, has {shown_digest(differing.hello.model_digest)}: the files of the two differ, although they look "
                 "alike; load the same files on both and start the worker with the wrong ones again"
             )
+        if self._require_exact and not hello.numerics:
+            raise IncompatiblePeer(
+                f"{name} computes tokens that depend on their batch, and router.require_exact is true: start it with "
+                "batch_invariant and with KV that is not quantised"
+            )
         if hello.kv_tokens <= 0:
             raise IncompatiblePeer(f"{name} has no KV blocks: {hello.num_blocks} of {hello.block_size} tokens")
         for other in self._by_link.values():
@@ -367,6 +373,11 @@ class Registry:
                 raise IncompatiblePeer(
                     f"{name} has weights in quantization {hello.quantization or 'none'}, {other.hello.worker_id} in "
                     f"{other.hello.quantization or 'none'}; router.allow_mixed_quantization: true allows it"
+                )
+            if self._require_exact and other.hello.numerics != hello.numerics:
+                raise IncompatiblePeer(
+                    f"{name} computes other bits than {other.hello.worker_id}, which was here first, and router.require_exact "
+                    "is true: give both the same kind of machine and the same dtype, quantization and kv_cache_dtype"
                 )
             if not _same_blocks(other.hello, hello):
                 raise IncompatiblePeer(
@@ -502,7 +513,8 @@ class Registry:
             )
 
     def _note_change(self, role: Role) -> None:
-        self.exact = len({(worker.hello.quantization, worker.hello.dtype) for worker in self._by_link.values()}) <= 1
+        numerics = {worker.hello.numerics for worker in self._by_link.values()}
+        self.exact = len(numerics) <= 1 and "" not in numerics
         kinds = ({w.hello.pairing: w.hello for w in self._by_role[side].values()} for side in (Role.PREFILL, Role.DECODE))
         prefill, decode = (kind.values() for kind in kinds)
         self.mixed_peers = any(not lender.may_pair(reader) for lender in prefill for reader in decode)

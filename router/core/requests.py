@@ -226,7 +226,7 @@ class Requests:
         worker.touch()
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
-        request.exact = request.exact and self.registry.exact
+        request.computed_by(worker.hello.numerics)
         if request.session_id:
             self._sessions.placed(request, worker)
         return work

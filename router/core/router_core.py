@@ -97,7 +97,11 @@ class RouterCore:
 
     def __init__(self, config: RouterConfig, model_fingerprint: str, rankings: Rankings = BUILT_IN, seed: int = 0) -> None:
         """`seed` is the only source of chance: policies that draw workers draw by it."""
-        self.registry = registry = Registry(model_fingerprint, allow_mixed_quantization=config.allow_mixed_quantization)
+        self.registry = registry = Registry(
+            model_fingerprint,
+            allow_mixed_quantization=config.allow_mixed_quantization,
+            require_exact=config.require_exact,
+        )
         self._derived = DerivedLimits(config)
         self.limits = self._derived.now()
         """The limits that hold now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 from decode_worker.role import DecodeRole
@@ -78,6 +79,22 @@ def check_outcome(outcome: CallOutcome, *, bound_s: float, had_time: bool = Fals
     if error is not None and error.code is ErrorCode.CANCELLED and ask.leaves_after_s is None:
         found.append(f"{ask.name}: cancelled, but its client had not left")
     return found
+
+
+def untrue_exactness(outcome: CallOutcome, numerics: Mapping[str, str]) -> list[str]:
+    """Check that a report says `exact` only when the workers that it names compute alike, and always when all workers do.
+
+    numerics: those of every worker, by name.
+    """
+    report = outcome.report
+    if report is None:
+        return []
+    used = {numerics[name] for name in (report.prefill_worker, report.decode_worker) if name}
+    if report.exact and len(used) > 1:
+        return [f"{outcome.ask.name}: reported as exact, and its workers have numerics {sorted(used)}"]
+    if not report.exact and len(set(numerics.values())) == 1:
+        return [f"{outcome.ask.name}: reported as inexact, and all workers compute alike"]
+    return []
 
 
 def _compare(outcome: CallOutcome, expected: RightAnswer) -> list[str]:

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.core.sampling import Placement, SamplingParams
-from sim.faults.checkers import SLACK_S, check_outcome, false_alarms, leftover_tasks, leftovers, unlike_keys, unlike_roles
+from sim.faults.checkers import (
+    SLACK_S,
+    check_outcome,
+    false_alarms,
+    leftover_tasks,
+    leftovers,
+    unlike_keys,
+    unlike_roles,
+    untrue_exactness,
+)
 from sim.faults.client import (
     CALM_DEADLINE_S,
     ClientAsk,
@@ -364,6 +373,7 @@ def simulate(seed: int, shape: WorldShape, plan: FaultPlan, asks: list[ClientAsk
 
 def _drive(world: World, asks: list[ClientAsk], report: RunReport) -> None:
     timeline, until_s = world.timeline, world.plan.until_s
+    numerics = {name: worker.shape.numerics for name, worker in world.workers.items()}
     clients = [world.ask(ask) for ask in asks]
     latest_s = max([until_s, *(_bound_s(world, ask) for ask in asks)])
     timeline.run(lambda: False, until_s=until_s)
@@ -376,6 +386,7 @@ def _drive(world: World, asks: list[ClientAsk], report: RunReport) -> None:
             had_time=_had_time(world, outcome.ask),
             unequal=bool(world.shape.unequal) or world.flips,
         )
+        report.problems += untrue_exactness(outcome, numerics)
         report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
         if outcome.ok and outcome.report is not None:
             report.attempts += outcome.report.attempts - 1

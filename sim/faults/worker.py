@@ -70,6 +70,11 @@ class WorkerShape:
     window: int | None = None
     """The sliding window of the second group in tokens, if there is one. None: it has no window."""
 
+    @property
+    def numerics(self) -> str:
+        """The name of its bits: a real engine rounds KV to its dtype."""
+        return " ".join(self.kv_dtypes)
+
 
 class SimWorker:
     """One process of a worker, with one life after the other: a role flip ends a life and begins the next one, as in
@@ -268,6 +273,7 @@ class SimWorker:
             config=self._config,
             card=CARD,
             model_digest=CARD.fingerprint,
+            numerics=self.shape.numerics,
             kv_spec=self.spec,
             regions=self.regions,
             tokenizer=TOKENIZER,

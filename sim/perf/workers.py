@@ -158,6 +158,7 @@ class PerfWorker:
             kv_bytes_per_token=shape.costs.kv_bytes_per_token,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             flips=self.flips,
+            numerics="simulated",
         )
 
     def load(self) -> WorkerLoad:

@@ -41,6 +41,7 @@ def hello(worker_id: str, role: Role, **changes: object) -> WorkerHello:
         "kv_bytes_per_token": 8,
         "link_version": LINK_VERSIONS.newest,
         "peer_version": PEER_VERSIONS.newest,
+        "numerics": "one",
     }
     return WorkerHello(**(values | changes))  # type: ignore[arg-type]
 

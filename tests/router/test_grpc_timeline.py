@@ -79,11 +79,11 @@ def test_a_request_that_was_never_queued_has_no_timeline() -> None:
     run(story())
 
 
-async def exactness(*quantizations: str, **config: Any) -> tuple[bool, bool, bool, list[str]]:
-    """What the cluster's state, a request's report and its timeline say; and what each worker holds."""
+async def exactness(*numerics: str, **config: Any) -> tuple[bool, bool, bool]:
+    """What the cluster's state, a request's report and its timeline say."""
     roles = (PREFILL, DECODE)
     async with local_cluster((), **config) as cluster:
-        workers = [cluster.worker(role, quantization=held) for role, held in zip(roles, quantizations, strict=True)]
+        workers = [cluster.worker(role, numerics=name) for role, name in zip(roles, numerics, strict=True)]
         for worker in workers:
             await worker.start()
         state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
@@ -92,14 +92,44 @@ async def exactness(*quantizations: str, **config: Any) -> tuple[bool, bool, boo
         timeline = json.loads(dict(await call.trailing_metadata())[TIMELINE_METADATA])
         for worker in workers:
             await worker.stop()
-        return state.exact, answer.report.exact, timeline["exact"], [worker.hello.quantization for worker in state.workers]
+        return state.exact, answer.report.exact, timeline["exact"]
 
 
-def test_status_and_timelines_say_that_workers_of_different_quantization_are_not_exact() -> None:
+def test_status_and_timelines_say_whether_all_workers_compute_the_same_bits() -> None:
     async def story() -> None:
-        allowed = await exactness("", "int4", allow_mixed_quantization=True)
-        assert allowed == (False, False, False, ["", "int4"])
-        assert await exactness("int8", "int8") == (True, True, True, ["int8", "int8"])
+        assert await exactness("avx512", "avx512") == (True, True, True)
+        assert await exactness("avx512", "avx2") == (False, False, False)
+        assert await exactness("", "") == (False, False, False), "their tokens depend on their batches"
+
+    run(story())
+
+
+def test_a_request_is_exact_if_its_own_workers_compute_alike() -> None:
+    """The third worker computes other bits, and has no part in the request."""
+
+    async def story() -> None:
+        async with local_cluster(()) as cluster:
+            for role, name, slots in ((PREFILL, "a", 4), (DECODE, "a", 4), (DECODE, "b", 4)):
+                await cluster.worker(role, numerics=name, max_num_seqs=slots).start()
+            answers = [await read_answer(cluster.stub.Generate(generate_request((1, i), 3))) for i in range(6)]
+            state = await cluster.admin.GetClusterState(inference_pb2.GetClusterStateRequest())
+            assert not state.exact
+            by_worker = {answer.report.decode_worker: answer.report.exact for answer in answers}
+            assert by_worker == {"decode-0": True, "decode-1": False}
+
+    run(story())
+
+
+@pytest.mark.parametrize(("numerics", "said"), [("avx2", "other bits than prefill-0"), ("", "depend on their batch")])
+def test_a_worker_whose_tokens_would_differ_is_refused_where_all_must_be_exact(numerics: str, said: str) -> None:
+    async def story() -> None:
+        async with local_cluster((PREFILL,), require_exact=True) as cluster:
+            other = cluster.worker(DECODE, numerics=numerics)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await other.start()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert said in str(refused.value.details())
+            assert "router.require_exact" in str(refused.value.details())
 
     run(story())
 
