@@ -4,7 +4,8 @@ A planner is called once an interval. `Plan.state` goes into the next call; `Pla
 
     observations -> demand -> need -> correction -> hysteresis -> limits -> what may be started now
 
-Each part is a file of this room. docs/autoscaling.md explains it to operators, docs/design/0034-planner.md says why.
+Each part is a file of this room; the last two are in budget.py. docs/autoscaling.md explains it to operators,
+docs/design/0034-planner.md says why.
 """
 
 from __future__ import annotations

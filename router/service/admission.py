@@ -84,8 +84,10 @@ class Admission:
         deadline_s = self._deadline_s(request.deadline_s, slo)
         check_limits(RequestSpec, request.options)
         self._check_priority(request.options)
-        # The types come before tokenising, so that a wrong one does not cost a long encode.
+        # Types and limits come before tokenising, so that a wrong value does not cost a long encode; a bias
+        # of logits gets the form that its limits are for only then.
         check_types(SamplingParams, request.sampling, "a sampling parameter")
+        check_limits(SamplingParams, {name: given for name, given in request.sampling.items() if name != "logit_bias"})
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._prepared(request, slo, leader, arrived_s=arrived_s, deadline_s=deadline_s)

@@ -32,6 +32,13 @@ Asked = list[tuple[str, str]]
 """The name of each call, and of the thread that made it."""
 
 
+@pytest.fixture(autouse=True)
+def no_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport on a GPU sets variables of UCX for its process. In a process without one UCX would complain of them."""
+    for name in backend.GPU_ENVIRONMENT:
+        monkeypatch.setenv(name, "on")
+
+
 class Driver:
     """libcuda as far as it is used. A context is current in the thread that made it so, and in no other."""
 

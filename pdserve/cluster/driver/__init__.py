@@ -1,0 +1,1 @@
+"""The process that speaks with Ray for `pdserve up`, and may die."""

@@ -1,0 +1,1 @@
+"""One router kept up: adopted or started, watched, and its ports held."""

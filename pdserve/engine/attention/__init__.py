@@ -1,0 +1,1 @@
+"""The ways to compute attention over paged KV: by torch, fast or batch-invariant, and by Triton."""

@@ -1,0 +1,1 @@
+"""Bindings of the compiled code for CPUs; its C++ is in src/."""

@@ -332,7 +332,7 @@ class Scheduler:
         """Plan the next step. It is empty when nothing can run now; otherwise `collect` must be called before the next plan.
 
         drafts: guesses of the next tokens of decoding sequences. The step computes as many of them as it can without harm to
-        others (see drafts.py); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
+        others (see `take_drafts`); the rest and those of other sequences are ignored. Raises `ConfigError` for drafts that
         this engine cannot take.
         """
         assert self._step is None, "the last step was not collected"

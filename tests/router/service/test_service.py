@@ -12,13 +12,14 @@ from typing import NoReturn
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Overloaded, PdserveError
+from pdserve.core.errors import InvalidRequest, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation, RequestId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS
 from pdserve.core.worker import Role
 from pdserve.rpc.v1 import link_pb2
+from router.api.request import GenerateInput
 from router.core import events as ev
 from router.core.queue_limits import RETRY_AFTER_UNKNOWN_S, QueueLimits
 from router.grpc.cluster_state import cluster_state_to_wire
@@ -96,6 +97,22 @@ def test_the_demand_is_told_with_refusals_of_the_service_and_of_the_core(monkeyp
             assert told == (2, 5, 7, 1, 0)
             assert [(one.slo_class, one.refused) for one in demand.classes] == [("default", 1)], "it named no class"
             assert demand.uptime_s > 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 3.0}, {"top_p": 1.5}, {"max_tokens": 0}])
+def test_a_value_beyond_its_limit_costs_no_tokenising(monkeypatch: pytest.MonkeyPatch, sampling: dict[str, float]) -> None:
+    async def story() -> None:
+        async with asyncio.timeout(60), local_cluster() as cluster:
+
+            async def never(prompt: object, client: object, **_: bool) -> tuple[int, ...]:
+                raise AssertionError("the prompt was tokenised")
+
+            monkeypatch.setattr(cluster.service._encoder, "encode", never)
+            (name,) = sampling
+            with pytest.raises(InvalidRequest, match=f"^{name}: "):
+                await cluster.service.submit(GenerateInput(prompt="a long prompt " * 1000, sampling=sampling))
 
     asyncio.run(story())
 
