@@ -35,17 +35,20 @@ LONG = ("cluster", "ray")
 
 # What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
 gc.disable()
+unfreeze = gc.unfreeze
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage see only what tests make."""
+    """Let the collector of garbage see only what tests make. Code that freezes and unfreezes all objects around a run only
+    freezes here: a look at what is collected takes half a second, and would be taken at each such run."""
     gc.freeze()
     gc.enable()
+    gc.unfreeze = lambda: None
 
 
 def pytest_unconfigure() -> None:
     """Let the interpreter free all objects at its end. Otherwise, extension modules report leaks."""
-    gc.unfreeze()
+    unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
