@@ -7,6 +7,7 @@ Some tests fork. gRPC must do nothing then (see router/__init__.py). It asks whe
 Routers and workers are forked from a process that has imported their code (testkit/zygote.py).
 """
 
+import atexit
 import fnmatch
 import gc
 import os
@@ -35,7 +36,8 @@ LONG = ("cluster", "ray")
 
 # What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
 gc.disable()
-unfreeze = gc.unfreeze
+# The interpreter frees all objects at its end. Otherwise, extension modules report leaks.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
@@ -44,11 +46,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     gc.unfreeze = lambda: None
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter free all objects at its end. Otherwise, extension modules report leaks."""
-    unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
