@@ -22,7 +22,7 @@ settings.load_profile("shared cores")
 settings.register_profile("ci", settings.get_profile("shared cores"), derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
-QUICK_SHARE = 4
+QUICK_SHARE = 6
 """With the profile "quick" a property tries this part of its examples, and ten at least. `make test-all` tries all of them."""
 usual = settings.get_profile("ci" if os.environ.get("CI") else "shared cores")
 settings.register_profile("quick", usual, max_examples=usual.max_examples // QUICK_SHARE)
