@@ -80,6 +80,7 @@ def compiled(make_runner):
     return lambda logits, specs: model._sample(logits, list(range(len(specs))), specs)
 
 
+@pytest.mark.quick("temperature", "all filters", "penalties", "bias")
 @pytest.mark.parametrize("case", CASES)
 def test_draws_follow_the_distribution(case, compiled):
     params = SamplingParams(max_tokens=1 << 20, seed=20, **CASES[case])

@@ -151,6 +151,7 @@ CHECKS: dict[Callable[[], None], tuple[str, Any]] = {
 }
 
 
+@pytest.mark.quick("flips*", "keeps*", "unknown*", "corrections*", "the_season*")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_planner(check: Callable[[], None]) -> None:
     check()
