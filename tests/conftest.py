@@ -7,6 +7,7 @@ Some tests fork. gRPC must do nothing then (see router/__init__.py). It asks whe
 Routers and workers are forked from a process that has imported their code (testkit/zygote.py).
 """
 
+import atexit
 import fnmatch
 import gc
 import os
@@ -21,7 +22,7 @@ settings.load_profile("shared cores")
 settings.register_profile("ci", settings.get_profile("shared cores"), derandomize=True, print_blob=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
-QUICK_SHARE = 4
+QUICK_SHARE = 6
 """With the profile "quick" a property tries this part of its examples, and ten at least. `make test-all` tries all of them."""
 usual = settings.get_profile("ci" if os.environ.get("CI") else "shared cores")
 settings.register_profile("quick", usual, max_examples=usual.max_examples // QUICK_SHARE)
@@ -35,17 +36,16 @@ LONG = ("cluster", "ray")
 
 # What is imported and collected stays to the end: the collector of garbage need not look at it, then or in each test.
 gc.disable()
+# The interpreter frees all objects at its end. Otherwise, extension modules report leaks.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage see only what tests make."""
+    """Let the collector of garbage see only what tests make. Code that freezes and unfreezes all objects around a run only
+    freezes here: a look at what is collected takes half a second, and would be taken at each such run."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter free all objects at its end. Otherwise, extension modules report leaks."""
-    gc.unfreeze()
+    gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -65,6 +65,7 @@ def test_every_request_ends_once_and_nothing_is_left(prefill, decode):
     assert oracle_tokens(requests) <= report.computed_tokens <= sum(request.prompt_tokens for request in requests)
 
 
+@pytest.mark.quick("prefix_aware", "goodput", "random")
 @pytest.mark.parametrize("policy", BUILTINS)
 def test_every_policy_of_the_registry_serves_all(policy):
     requests = conversations(5, 60)

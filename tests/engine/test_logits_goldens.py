@@ -21,7 +21,11 @@ TOLERANCE = 1e-4  # float32; the reference itself is up to 0.66e-4 from float64
 NEAR_TIE = 1e-3
 
 
-CASES = [("tiny", False), ("tiny", True), ("default", False), pytest.param("default", True, marks=pytest.mark.slow)]
+CASES = [
+    ("tiny", False),
+    ("tiny", True),
+    *(pytest.param("default", invariant, marks=pytest.mark.slow) for invariant in (False, True)),
+]
 
 
 @pytest.fixture

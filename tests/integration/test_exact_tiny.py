@@ -25,7 +25,7 @@ PLAIN_IDS = 256  # the byte tokens of the tiny model's vocabulary
 
 ENGINE = EngineConfig(
     model="tiny",
-    dtype="float32",
+    dtype="bfloat16",
     batch_invariant=True,
     block_size=BLOCK,
     max_num_batched_tokens=CHUNK,
@@ -64,10 +64,10 @@ def test_disaggregated_equals_colocated_on_many_prompts_64_at_once(cluster, coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=COMPILED)])
-def test_all_of_it_in_bfloat16_and_int8(quantization):
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), pytest.param("bfloat16", "int8", marks=COMPILED)])
+def test_all_of_it_in_float32_and_int8(dtype, quantization):
     """(1) Disaggregated equals colocated, then (2) alone equals in company, while most of each prompt is cached."""
-    engine = replace(ENGINE, dtype="bfloat16", quantization=quantization)
+    engine = replace(ENGINE, dtype=dtype, quantization=quantization)
     with ProcessCluster(engine, prefill=1, decode=2) as cluster:
         check_placements_agree(cluster, prompts(54, seed=4))
         check_alone_equals_in_company(cluster)

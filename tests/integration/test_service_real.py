@@ -39,7 +39,7 @@ LIMIT = 256
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ProcessCluster]:
     rules_only = RouterConfig(colocate_by_cost=False)  # measured costs differ from run to run
-    with ProcessCluster(tiny(max_model_len=LIMIT), prefill=1, decode=2, router=rules_only) as running:
+    with ProcessCluster(tiny(dtype="bfloat16", max_model_len=LIMIT), prefill=1, decode=2, router=rules_only) as running:
         yield running
 
 

@@ -31,7 +31,7 @@ from testkit.load import Load
 from testkit.processes import ProcessCluster, State
 from testkit.told_worker import Hold
 
-MANY = 200  # tokens
+MANY = 120  # tokens
 HELD = 100  # tokens: a worker that is held here has sent the first ones and has many to go
 CROWD = 5000  # requests: more than both decode workers serve while a third worker starts, however slowly
 BOTH = ("prefill-0", "decode-0")
@@ -192,7 +192,9 @@ def test_sigterm_under_load_drains_both_roles_and_loses_nothing(hold):
     """(1) Both are told to stop in the middle of a prompt and of an answer. (2) Nothing new is taken. (3) Both requests
     end well: decode could not have left before it had the prompt's KV. (4) Both exit with 0."""
     with (
-        ProcessCluster(tiny(max_num_batched_tokens=16), worker=QUICK_BEATS, places=hold.places(*BOTH)) as cluster,
+        ProcessCluster(
+            tiny(dtype="bfloat16", max_num_batched_tokens=16), worker=QUICK_BEATS, places=hold.places(*BOTH)
+        ) as cluster,
         hold.at(HELD),
         long_prefill(cluster) as prompt,
         long_stream(cluster, TOGETHER, MANY) as answer,

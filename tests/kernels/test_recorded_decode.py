@@ -41,21 +41,21 @@ replays: list[int] = []
 def runners(request, tmp_path_factory):
     """A model by torch, and by Triton with recordings for up to 3 sequences; KV of one dtype, or in two groups.
 
-    Its first two layers: the interpreter takes a second for a layer.
+    Its first layer, or one of each group: the interpreter takes a second for a layer.
     """
-    directory = resolve("tiny")
+    directory, layers = resolve("tiny"), 1
     kv_cache_dtype = request.param
     if request.param == "two groups":
-        directory, kv_cache_dtype = tmp_path_factory.mktemp("decilm"), "auto"
+        directory, layers, kv_cache_dtype = tmp_path_factory.mktemp("decilm"), 2, "auto"
         write_decilm(directory)
     settings = {"dtype": "float32", "max_num_seqs": 3, "kv_cache_dtype": kv_cache_dtype}
     config = EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings)
     whole = ModelCard.load(directory)
-    card = replace(whole, spec=replace(whole.spec, layers=whole.spec.layers[:2]))
+    card = replace(whole, spec=replace(whole.spec, layers=whole.spec.layers[:layers]))
 
     def load(dtype: torch.dtype, device: torch.device) -> ModelWeights:
         weights = load_weights(directory, whole, dtype, device)
-        return replace(weights, layers=weights.layers[:2])
+        return replace(weights, layers=weights.layers[:layers])
 
     torch_runner = ModelRunner.make(card, config, load)
     if DEVICE.type == "cuda":

@@ -92,7 +92,6 @@ CASES = {
     "nine tokens*",
     "no prompt*",
     "workers start*",
-    "a budget*",
     "one worker each",
 )
 @pytest.mark.parametrize("name", CASES)

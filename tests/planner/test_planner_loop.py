@@ -109,7 +109,7 @@ def the_season_starts_workers_before_the_rise() -> None:
         return 50.0 if 0.5 <= now_s % DAY_S / DAY_S < 0.8 else 5.0
 
     settings = PlannerSettings(season_s=DAY_S, season_buckets=48, start_s=120.0)
-    fluid = Fluid(load, settings=settings, interval_s=8.0, start_s=100.0)
+    fluid = Fluid(load, settings=settings, interval_s=12.0, start_s=100.0)
     per_day = int(DAY_S / fluid.interval_s)
     fluid.run(3 * per_day)
     fluid.run(int(per_day * 0.5) - 1)
@@ -151,6 +151,7 @@ CHECKS: dict[Callable[[], None], tuple[str, Any]] = {
 }
 
 
+@pytest.mark.quick("flips*", "keeps*", "unknown*", "corrections*", "the_season*")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_planner(check: Callable[[], None]) -> None:
     check()

@@ -20,7 +20,7 @@ PROMPT = [(i * 37 + 11) % 250 + 3 for i in range(70)]
 PLACEMENTS = ("disaggregated", "colocated")
 BOUND_S = 60.0
 ENGINE = EngineConfig(
-    model="tiny", dtype="float32", batch_invariant=True, kv_cache_memory=16 * MIB, max_num_batched_tokens=64, threads=1,
+    model="tiny", batch_invariant=True, kv_cache_memory=16 * MIB, max_num_batched_tokens=64, threads=1,
     max_model_len=256, step_timeout_s=600.0,
 )  # fmt: skip
 HELD = 100  # tokens: beyond the first chunk of a prompt and before its end

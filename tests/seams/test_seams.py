@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import plugged_member
 import pytest
 
 from pdserve.config import MIB, EngineConfig, RouterConfig, TransferConfig
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.cluster
 
 APART = common_pb2.PLACEMENT_DISAGGREGATED
 PROMPT = list(range(64))
-READS = "SEAM_TEST_READS"
+READS = "PDSERVE_TESTING_READS"
 
 TRANSPORT = f'''
 import os
@@ -48,19 +49,23 @@ def broken(candidate, request):
 
 
 @pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plugins(tmp_path: Path) -> Path:
     """A folder on the path of every member, and the file in which the transport notes its reads."""
     (tmp_path / "my_transport.py").write_text(TRANSPORT)
     (tmp_path / "my_policies.py").write_text(POLICIES)
-    monkeypatch.syspath_prepend(tmp_path)  # members inherit it
-    monkeypatch.setenv(READS, str(tmp_path / "reads"))
     return tmp_path
 
 
-def cluster_of(transport: str, **router: Any) -> ProcessCluster:
+def member_of(plugins: Path, **worker: Any) -> Place:
+    env = {plugged_member.FOLDER: str(plugins), READS: str(plugins / "reads")}
+    return Place(env=env, module=plugged_member.__name__, worker=worker)
+
+
+def cluster_of(plugins: Path, transport: str, **router: Any) -> ProcessCluster:
     engine = EngineConfig(model="tiny", dtype="float32", kv_cache_memory=16 * MIB, threads=1, enable_prefix_caching=False)
     worker = {"transfer": TransferConfig(transport), "heartbeat_interval_s": 0.05}
-    return ProcessCluster(engine, prefill=1, decode=2, router=RouterConfig(**router), worker=worker)
+    places = dict.fromkeys(("router", "prefill-0", "decode-0", "decode-1"), member_of(plugins))
+    return ProcessCluster(engine, prefill=1, decode=2, router=RouterConfig(**router), worker=worker, places=places)
 
 
 def ask(cluster: ProcessCluster, placement: int = APART) -> Answer:
@@ -72,7 +77,7 @@ def test_a_cluster_serves_over_parts_of_the_operators_own(plugins: Path) -> None
     """(1) Probes and requests go over the transport; (2) the decode policy picks the same worker each time, where the built-in
     would take turns; (3) the prefill policy always raises, which is counted and costs nothing; (4) the tokens are right."""
     own = {"prefill_policy": "my_policies:broken", "decode_policy": "my_policies:first_worker"}
-    with cluster_of("my_transport:prepare", **own) as cluster:
+    with cluster_of(plugins, "my_transport:prepare", **own) as cluster:
         expected = ask(cluster, common_pb2.PLACEMENT_COLOCATED).ids
         probes = (plugins / "reads").read_text().splitlines()
         answers = [ask(cluster) for _ in range(4)]
@@ -92,8 +97,8 @@ def test_a_cluster_serves_over_parts_of_the_operators_own(plugins: Path) -> None
 def test_a_worker_with_another_transport_is_never_paired(plugins: Path) -> None:
     """(1) A decode worker comes back with another transport; (2) its pair is set aside for ever, and the reason names both
     transports; (3) the other decode worker serves."""
-    with cluster_of("my_transport:prepare") as cluster:
-        cluster.move("decode-1", Place(worker={"transfer": TransferConfig("cma")}))
+    with cluster_of(plugins, "my_transport:prepare") as cluster:
+        cluster.move("decode-1", member_of(plugins, transfer=TransferConfig("cma")))
         cluster.start("decode-1")
         state = cluster.wait_state(lambda state: any(pair.decode_worker == "decode-1" for pair in state.set_aside_pairs))
         (pair,) = state.set_aside_pairs

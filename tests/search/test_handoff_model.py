@@ -107,7 +107,6 @@ def search(name: str, config: Config, capsys: pytest.CaptureFixture[str]) -> Non
     "a window*",
     "two groups, one*",
     "two groups: a block*",
-    "two groups: prefix hits on decode*",
 )
 @pytest.mark.parametrize("name", SMALL)
 def test_nothing_corrupts_leaks_or_hangs_the_handoff(name, capsys):

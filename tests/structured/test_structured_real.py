@@ -26,7 +26,7 @@ STOP = common_pb2.FINISH_REASON_STOP
 APART, TOGETHER = common_pb2.PLACEMENT_DISAGGREGATED, common_pb2.PLACEMENT_COLOCATED
 BOUND_S = 60.0
 ENGINE = EngineConfig(
-    model="tiny", dtype="float32", batch_invariant=True, kv_cache_memory=16 * MIB, max_num_batched_tokens=64,
+    model="tiny", batch_invariant=True, kv_cache_memory=16 * MIB, max_num_batched_tokens=64,
     max_model_len=512, threads=1,
 )  # fmt: skip
 

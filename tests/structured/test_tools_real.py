@@ -17,7 +17,7 @@ import pytest
 from pdserve.config import MIB, EngineConfig, RouterConfig
 from testkit.processes import ProcessCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -72,7 +72,6 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[list[tuple[str, str]], 
     return [(one.function.name, one.function.arguments) for one in calls if one.type == "function"], choice.finish_reason
 
 
-@pytest.mark.quick("True-required-1.2")
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("parallel", [True, False])
@@ -94,7 +93,6 @@ def test_what_must_be_a_call_is_a_valid_one_in_two_pools_and_in_one(
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_an_agent_gets_valid_calls_or_its_structured_answer(client: openai.OpenAI, seed: int) -> None:
     """The model decides which of the two it writes, and can write nothing else."""
@@ -147,7 +145,6 @@ def test_the_model_calls_as_its_history_does(client: openai.OpenAI) -> None:
     assert answers == [("get_weather", {"city": "Rome", "days": 2}, "tool_calls")] * 2
 
 
-@pytest.mark.slow  # the short tests have strict calls beside a structured answer, and equal calls in two pools and in one
 @pytest.mark.parametrize("parallel", [True, False])
 def test_strict_calls_are_valid_where_the_model_decides(client: openai.OpenAI, parallel: bool) -> None:
     """The history shows calls that the schema forbids, and the model still makes none of these."""

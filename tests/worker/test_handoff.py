@@ -94,6 +94,7 @@ def rows_of(rows) -> list[Row]:
     return [(row.index, row.ids[0], row.text, row.finish_reason, row.logprobs.SerializeToString()) for row in rows]
 
 
+@pytest.mark.quick("seeded", "penalised")
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"])
 def test_an_output_resumed_anywhere_goes_on_as_if_nothing_had_happened(router, pair, params):
     """Prompt and what was emitted are prefilled again, here or on the other worker: indices, ids, text, log-probabilities

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
+from testkit.processes import Process
 from testkit.scripted_router import ScriptedRouter
 
 pytestmark = pytest.mark.cluster
@@ -104,14 +105,12 @@ def test_a_wrong_setting_is_one_line_and_2(tmp_path, text, words):
 
 
 def test_a_port_that_is_taken_is_one_line_and_2(tmp_path):
-    path = tmp_path / "worker.yaml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        path.write_text(f"worker_id: w\nrouter_address: 127.0.0.1:1\nengine: {{model: tiny}}\nport: {port}")
-        process = start("decode_worker", path)
-        _, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2, err
-    assert f"cannot listen on 127.0.0.1:{port}" in err.splitlines()[-1]
+        process = Process("decode_worker", WorkerConfig("w", "127.0.0.1:1", ENGINE, port=port), tmp_path, "w")
+        assert process.popen.wait(WAIT_S) == 2, process.log()
+        process.stop()
+    assert f"cannot listen on 127.0.0.1:{port}" in process.log().splitlines()[-1]
 
 
 @pytest.mark.parametrize("transports", [None, pytest.param("tcp,self", marks=pytest.mark.slow)], ids=["cma", "tcp"])
@@ -121,16 +120,13 @@ def test_a_worker_listens_on_loopback_and_nowhere_else(tmp_path, transports, mon
     if transports is not None:
         monkeypatch.setenv("UCX_TLS", transports)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    path = tmp_path / "worker.yaml"
-    path.write_text(dump(WorkerConfig("w", "127.0.0.1:1", ENGINE)))
-    process = start("decode_worker", path, "--exit-with-parent")
+    process = Process("decode_worker", WorkerConfig("w", "127.0.0.1:1", ENGINE), tmp_path, "w")
     try:
-        assert json.loads(process.stdout.readline())["event"] == "ready"
-        rows = psutil.Process(process.pid).net_connections("inet")
+        process.wait_ready()
+        rows = psutil.Process(process.popen.pid).net_connections("inet")
         open_to = [ipaddress.ip_address(row.laddr.ip) for row in rows if row.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)]
         own = [(address.ipv4_mapped or address) if address.version == 6 else address for address in open_to]
         assert len(own) >= 2, "the transport and the peer services"
         assert all(address.is_loopback for address in own), own
     finally:
-        process.kill()
-        process.communicate()
+        process.stop()

@@ -121,10 +121,10 @@ def rotated(heads: Tensor, rope: RopeSpec) -> Tensor:
     """Rotate [tokens, heads, dim]: number i is paired with number i + rope.dim / 2, or numbers 2i and 2i + 1 are a pair."""
     dim = rope.dim or heads.shape[2]
     half, out = dim // 2, heads.clone()
-    for i in range(half):
-        angles = torch.arange(len(heads), dtype=torch.float64).unsqueeze(1) * rope.theta ** (-i / half)
-        low, high = (2 * i, 2 * i + 1) if rope.neighbours else (i, i + half)
-        a, b = heads[..., low], heads[..., high]
-        out[..., low] = a * angles.cos() - b * angles.sin()
-        out[..., high] = b * angles.cos() + a * angles.sin()
+    i = torch.arange(half)
+    angles = torch.arange(len(heads), dtype=torch.float64).reshape(-1, 1, 1) * rope.theta ** (-i.double() / half)
+    low, high = (2 * i, 2 * i + 1) if rope.neighbours else (i, i + half)
+    a, b = heads[..., low], heads[..., high]
+    out[..., low] = a * angles.cos() - b * angles.sin()
+    out[..., high] = b * angles.cos() + a * angles.sin()
     return out

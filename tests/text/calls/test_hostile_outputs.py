@@ -15,9 +15,9 @@ from pdserve.text.calls.reasoning import ReasoningParser
 from pdserve.text.calls.registry import CALL_FORMS
 from pdserve.text.output import StopScanner
 
-CHARS = 1_000_000
-BOUND_S = 60.0
-"""CPU time in which a million characters are read many times over; read in quadratic time, they take ten minutes."""
+CHARS = 400_000
+BOUND_S = 30.0
+"""CPU time in which so many characters are read many times over; read in quadratic time, they take a minute and a half."""
 
 
 def spoken(parser: EventParser, text: str) -> str:
@@ -32,12 +32,12 @@ def spoken(parser: EventParser, text: str) -> str:
 
 
 @pytest.mark.parametrize("unit", [" ", "\n<"])
-def test_reasoning_of_a_million_blanks_or_tags_is_read_in_linear_time(unit):
+def test_reasoning_of_many_blanks_or_tags_is_read_in_linear_time(unit):
     text = "x" + unit * (CHARS // len(unit))
     assert spoken(OutputParser(ReasoningParser(opened=True), None), text) == text
 
 
-def test_an_output_that_begins_with_a_million_blanks_is_read_in_linear_time():
+def test_an_output_that_begins_with_many_blanks_is_read_in_linear_time():
     text = " " * CHARS
     assert spoken(OutputParser(ReasoningParser(opened=False), CALL_FORMS["hermes"].machine(["f"])), text) == text
 
