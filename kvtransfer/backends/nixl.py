@@ -63,10 +63,11 @@ _ENVIRONMENT: Final = {
     # It takes 0.68 of the CPU time within one host, and 0.39 of the time of a small read over TCP: docs/benchmarks.md.
     "UCX_USE_MT_MUTEX": "y",
 }
-GPU_ENVIRONMENT: Final = {
+_GPU_ENVIRONMENT: Final = {
     # A read within one host then goes from GPU to GPU. Without this, UCX reads so only where it sees NVLink, and takes TCP
     # elsewhere: between two processes on one H100 0.5 GB/s instead of 233 (docs/benchmarks.md).
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",  # a wheel without cuda_ipc would say so on standard output, where a worker says it is ready
 }
 
 
@@ -76,7 +77,7 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None, *, gpu:
     gpu: the pool is in GPU memory.
     """
     environ = os.environ if environ is None else environ
-    for name, value in (_ENVIRONMENT | (GPU_ENVIRONMENT if gpu else {})).items():
+    for name, value in (_ENVIRONMENT | (_GPU_ENVIRONMENT if gpu else {})).items():
         environ.setdefault(name, value)
     if not (_RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())):
         environ.setdefault("UCX_MODULES", "^ib")  # with rdma-core but no device, the process would crash at its exit

@@ -34,9 +34,9 @@ Asked = list[tuple[str, str]]
 
 @pytest.fixture(autouse=True)
 def no_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transport on a GPU sets variables of UCX for its process. In a process without one UCX would complain of them."""
-    for name in backend.GPU_ENVIRONMENT:
-        monkeypatch.setenv(name, "on")
+    """A transport on a GPU sets variables of UCX for its process. Where there is none, UCX
+    would complain of them in this process and its children."""
+    monkeypatch.setattr(backend, "_GPU_ENVIRONMENT", {})
 
 
 class Driver:
