@@ -67,7 +67,8 @@ _GPU_ENVIRONMENT: Final = {
     # A read within one host then goes from GPU to GPU. Without this, UCX reads so only where it sees NVLink, and takes TCP
     # elsewhere: between two processes on one H100 0.5 GB/s instead of 233 (docs/benchmarks.md).
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",  # a wheel without cuda_ipc would say so on standard output, where a worker says it is ready
+    # UCX without cuda_ipc would complain of it on standard output, where a worker says that it is ready.
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 
 
