@@ -18,28 +18,59 @@
 namespace pdserve {
 
 constexpr int kPanel = 2 * kLanes;
-constexpr int kRows = 12;
-constexpr int kPairRows = 6;              // rows of a tile of two panels, which has as many accumulators
 constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
 constexpr long kGroupWords = kGroup / 4;
 // The distance at which a product of few rows prefetches its weights: 8 KiB.
 constexpr long kAheadWords = 64 * kPanel;
 
+#ifdef __AVX512F__
+constexpr int kRows = 12;
+constexpr int kPairRows = 6;  // rows of a tile of two panels, which has as many accumulators
+#else
+constexpr int kRows = 4;      // sixteen registers hold them for half a panel, beside its weights and a word of x
+constexpr int kPairRows = 4;
+#endif
+
+// Returns the even and the odd bfloat16 of each word, as floats.
+inline F16 even_halves(I16 words) { return as_floats(shift_left(words, 16)); }
+inline F16 odd_halves(I16 words) { return as_floats(words & broadcast(int32_t(0xFFFF0000))); }
+
+// Adds products of two bfloat16. The instruction is, bit for bit, a chain of two multiply-adds, the odd number first; subnormal
+// numbers are zero in both (see `Flush`).
 struct Bf16Dot {
     static constexpr int kMostRows = kRows;
-    using Sum = __m512;
-    static Sum zero() { return _mm512_setzero_ps(); }
-    static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+    using Sum = F16;
+    static Sum zero() { return zeros(); }
+    static Sum add(Sum sum, I16 x, I16 w) {
+#ifdef __AVX512BF16__
+        return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
+#else
+        return fma(even_halves(x), even_halves(w), fma(odd_halves(x), odd_halves(w), sum));
+#endif
+    }
 };
 
-struct Int8Dot {  // x signed, w unsigned; the sum is exact
+// Adds products of four 8-bit integers, x signed, w unsigned; the sum is exact. `start` takes -128 times the sum of x.
+struct Int8Dot {
     static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
-    using Sum = __m512i;
+    using Sum = I16;
+#ifdef __AVX512VNNI__
+    static Sum start(int32_t offset) { return broadcast(offset); }
     // gcc 12 copies the sum before and after the intrinsic, so the instruction is written out.
-    static Sum add(Sum sum, __m512i x, __m512i w) {
+    static Sum add(Sum sum, I16 x, I16 w) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
         return sum;
     }
+#else
+    // Signed weights, at most 127: then no sum of two products leaves 16 bits, and no offset is needed.
+    static Sum start(int32_t) { return broadcast(0); }
+    static Sum add(Sum sum, I16 x, I16 w) { return {add(sum.low, x.low, w.low), add(sum.high, x.high, w.high)}; }
+    static __m256i add(__m256i sum, __m256i x, __m256i w) {
+        const __m256i whole = _mm256_xor_si256(w, _mm256_set1_epi8(int8_t(0x80)));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(whole, x));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+#endif
 };
 
 // Adds to sum[r] the product of row r of x with `Panels` panels. The first panel is at `panel`, and each next one `panel_words`
@@ -47,23 +78,31 @@ struct Int8Dot {  // x signed, w unsigned; the sum is exact
 template <class Dot, int R, int Panels, class Meanwhile>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
                  typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
-    typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not values behind a reference
-    PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2 * Panels; h++) at[r][h] = sum[r][h];
-    for (long k = 0; k < words; k++) {
-        __m512i half[2 * Panels];
-        for (int h = 0; h < 2 * Panels; h++) half[h] = _mm512_loadu_si512(panel + h / 2 * panel_words + k * kPanel + h % 2 * kLanes);
-        meanwhile(k);
+#ifdef __AVX512F__
+    constexpr int kAtOnce = 2 * Panels;  // halves of panels
+#else
+    constexpr int kAtOnce = 1;
+#endif
+    for (int first = 0; first < 2 * Panels; first += kAtOnce) {
+        typename Dot::Sum at[R][kAtOnce];  // gcc 12 keeps these in registers, but not values behind a reference
         PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) {
-            const __m512i spread = _mm512_set1_epi32(int(x[r * x_stride + k]));
-            for (int h = 0; h < 2 * Panels; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < kAtOnce; h++) at[r][h] = sum[r][first + h];
+        for (long k = 0; k < words; k++) {
+            I16 half[kAtOnce];
+            for (int h = 0; h < kAtOnce; h++)
+                half[h] = load_words(panel + (first + h) / 2 * panel_words + k * kPanel + (first + h) % 2 * kLanes);
+            if (first == 0) meanwhile(k);
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++) {
+                const I16 spread = broadcast(int32_t(x[r * x_stride + k]));
+                for (int h = 0; h < kAtOnce; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
+            }
         }
+        PDSERVE_UNROLL(12)
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < kAtOnce; h++) sum[r][first + h] = at[r][h];
     }
-    PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2 * Panels; h++) sum[r][h] = at[r][h];
 }
 
 // Calls f<R>(row) for pieces of nearly equal size of rows [first, end), at most `Most` rows each.
@@ -114,30 +153,30 @@ struct Rows {
 
 // Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on.
 template <class Dot, int R, int Lines>
-inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, __m512 (&sum)[R][2]) {
+inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
     };
     PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zeros();
     if constexpr (std::is_same_v<Dot, Bf16Dot>) {
         tile<Dot, R, 1>(from, x.stride, panel, 0, w.words, sum, ask);
     } else {
-        __m512 total[R][2];
+        F16 total[R][2];
         PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
         for (long group = 0; group < w.words / kGroupWords; group++) {
-            __m512i part[R][2];
+            I16 part[R][2];
             const long at = group * kGroupWords;
             PDSERVE_UNROLL(12)
-            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x.offsets[x.group(row + r) + group]);
+            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = Dot::start(x.offsets[x.group(row + r) + group]);
             tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, part, [&](long k) { ask(at + k); });
             PDSERVE_UNROLL(12)
             for (int r = 0; r < R; r++) {
-                const __m512 scale = _mm512_set1_ps(x.scales[x.group(row + r) + group]);
-                total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][0]), scale, total[r][0]);
-                total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][1]), scale, total[r][1]);
+                const F16 scale = broadcast(x.scales[x.group(row + r) + group]);
+                total[r][0] = fma(to_floats(part[r][0]), scale, total[r][0]);
+                total[r][1] = fma(to_floats(part[r][1]), scale, total[r][1]);
             }
         }
         PDSERVE_UNROLL(12)
@@ -147,11 +186,11 @@ inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel
 
 template <class Dot, int R, int Lines, class Out>
 void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    __m512 sum[R][2];
+    F16 sum[R][2];
     sums<Dot, R, Lines>(x, row, w, w.panel(panel), ahead, sum);
     if constexpr (std::is_same_v<Dot, Int8Dot>) {
-        const __m512 low = _mm512_loadu_ps(w.scales + panel * kPanel), high = _mm512_loadu_ps(w.scales + panel * kPanel + kLanes);
-        for (int r = 0; r < R; r++) sum[r][0] = _mm512_mul_ps(sum[r][0], low), sum[r][1] = _mm512_mul_ps(sum[r][1], high);
+        const F16 low = load(w.scales + panel * kPanel), high = load(w.scales + panel * kPanel + kLanes);
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * low, sum[r][1] = sum[r][1] * high;
     }
     for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
 }
@@ -159,10 +198,10 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
 // Computes R rows of two panels in bfloat16. It loads less than two pieces of one panel do: a row's word serves both.
 template <int R, int Lines, class Out>
 void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    __m512 sum[R][4];
+    F16 sum[R][4];
     PDSERVE_UNROLL(6)
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < 4; h++) sum[r][h] = _mm512_setzero_ps();
+        for (int h = 0; h < 4; h++) sum[r][h] = zeros();
     tile<Bf16Dot, R, 2>(x.words + row * x.stride, x.stride, w.panel(panel), w.panel_words, w.words, sum, [&](long k) {
         if constexpr (Lines > 0) _mm_prefetch((const char*)(ahead + k * kLanes), _MM_HINT_T1);
     });
@@ -213,32 +252,32 @@ void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long pan
 struct Store {
     float* to;
     long columns;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         float* at = to + row * columns + column;
-        _mm512_mask_storeu_ps(at, first_lanes(columns - column), low);
-        if (columns - column > kLanes) _mm512_mask_storeu_ps(at + kLanes, first_lanes(columns - column - kLanes), high);
+        store(at, low, first_lanes(columns - column));
+        if (columns - column > kLanes) store(at + kLanes, high, first_lanes(columns - column - kLanes));
     }
 };
 
 struct AddTo {
     float* to;
     long columns;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         float* at = to + row * columns + column;
         add(at, first_lanes(columns - column), low);
         if (columns - column > kLanes) add(at + kLanes, first_lanes(columns - column - kLanes), high);
     }
-    static void add(float* at, __mmask16 lanes, __m512 value) {
-        _mm512_mask_storeu_ps(at, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, at), value));
+    static void add(float* at, Mask lanes, F16 value) {
+        store(at, load(at, lanes) + value, lanes);
     }
 };
 
-template <__m512 (&Activation)(__m512)>
+template <F16 (&Activation)(F16)>
 struct GateMul {  // panels hold sixteen columns of the gate, then the same sixteen of up
     bf16* to;
     long columns;
-    void operator()(long row, long column, __m512 gate, __m512 up) const {
-        store_bf16(to + row * columns + column / 2, _mm512_mul_ps(Activation(gate), up));
+    void operator()(long row, long column, F16 gate, F16 up) const {
+        store_bf16(to + row * columns + column / 2, Activation(gate) * up);
     }
 };
 
