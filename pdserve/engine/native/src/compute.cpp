@@ -7,6 +7,7 @@
 namespace pdserve {
 
 void Model::compute(int thread) {
+    const Flush flush;
     const long last = step_->layers - 1;
     Batch batch{residual_.data(), attended_.data(), step_->rows};
     share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });

@@ -58,6 +58,17 @@ struct Max {
     __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
 };
 
+// While it lives, subnormal numbers are zero for its thread, as they always are for the dot product of bfloat16.
+class Flush {
+  public:
+    Flush() { _mm_setcsr(before_ | 0x8040); }  // flush to zero, denormals are zero
+    ~Flush() { _mm_setcsr(before_); }
+    Flush(const Flush&) = delete;
+
+  private:
+    const unsigned before_ = _mm_getcsr();
+};
+
 inline float sum_lanes(F16 x) { return fold(x, Add()); }
 inline float largest_lane(F16 x) { return fold(x, Max()); }
 
