@@ -12,7 +12,9 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.step_plan import StepPlan
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
+from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
@@ -21,10 +23,19 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were
 WAYS = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}]
 
 
-def logits_of(tiny_dir, make_sheets, way) -> list[torch.Tensor]:
-    """A prompt in two chunks beside another, then a decode of both."""
+def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def logits_of(tiny_dir, make_sheets, way, change=as_it_is) -> list[torch.Tensor]:
+    """A prompt in two chunks beside another, then a decode of both. `change` is of each weight."""
     config = EngineConfig(kv_cache_memory=8 * MIB, dtype="bfloat16", threads=2, max_model_len=512, **way)
-    runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
+    card = ModelCard.load(tiny_dir)
+
+    def read(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        return load_weights(tiny_dir, card, dtype, device).map(change)
+
+    runner = ModelRunner.make(card, config, read)
     assert isinstance(runner._model, native.NativeDecoder)
     long, short = make_sheets(runner, [300, 41], random.Random(3))
     steps = [
@@ -54,6 +65,29 @@ def test_every_set_gives_the_same_bits(isa, way, tiny_dir, make_sheets, monkeypa
     expected = logits_of(tiny_dir, make_sheets, way)
     monkeypatch.setattr(library, "load", lambda: found.library)
     assert all(map(torch.equal, logits_of(tiny_dir, make_sheets, way), expected))
+
+
+def with_tiny_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a matrix become so small that they, their products or the sums of these are subnormal numbers."""
+    if weight.dim() != 2:
+        return weight
+    smaller = [1.0, 2.0**-116, 1.0, 2.0**-122, 1.0, 2.0**-128, 2.0**-40]
+    return weight * torch.tensor([smaller[row % len(smaller)] for row in range(len(weight))]).to(weight).unsqueeze(1)
+
+
+@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_subnormal_numbers_are_zero_in_every_set(isa, way, tiny_dir, make_sheets, monkeypatch):
+    """The dot product of bfloat16 takes them as zero whatever the thread says; multiply-adds do so only when told."""
+    found = installed_set(isa)
+    monkeypatch.setattr(library, "load", lambda: installed_set("avx2").library)
+    expected = logits_of(tiny_dir, make_sheets, way, with_tiny_rows)
+    least = torch.finfo(torch.float32).tiny
+    sizes = torch.cat([logits.abs().flatten() for logits in expected])
+    assert ((least <= sizes) & (sizes < 16 * least)).sum() > 10
+    assert not ((sizes > 0) & (sizes < least)).any()
+    monkeypatch.setattr(library, "load", lambda: found.library)
+    assert all(map(torch.equal, logits_of(tiny_dir, make_sheets, way, with_tiny_rows), expected))
 
 
 @pytest.mark.parametrize("isa", library.SETS)
