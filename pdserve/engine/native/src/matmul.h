@@ -4,10 +4,11 @@
 //
 // Operands are words of 32 bits: two bfloat16 or four 8-bit integers that are neighbours in k, as the CPU's dot-product
 // instructions take them. A panel holds kPanel columns. For each word of k it has kPanel words, so the innermost loop reads it
-// from front to end. A tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both halves it
-// needs 14 loads, which the two load ports give in half the time of the products.
+// from front to end. With AVX-512, a tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both
+// halves it needs 14 loads, which the two load ports give in half the time of the products.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -23,12 +24,19 @@ constexpr long kGroupWords = kGroup / 4;
 // The distance at which a product of few rows prefetches its weights: 8 KiB.
 constexpr long kAheadWords = 64 * kPanel;
 
-#ifdef __AVX512F__
-constexpr int kRows = 12;
-constexpr int kPairRows = 6;  // rows of a tile of two panels, which has as many accumulators
+// Rows of a tile of one panel and of a tile of two panels, and the halves of panels that are multiplied at once.
+#if defined(__AVX512BF16__)
+constexpr int kRows = 12, kPairRows = 6;
+template <int R, int Panels>
+constexpr int kHalves = 2 * Panels;
+#elif defined(__AVX512F__)
+constexpr int kRows = 12, kPairRows = 5;  // a sixth row would leave no register for the floats of x
+template <int R, int Panels>
+constexpr int kHalves = 2 * Panels;
 #else
-constexpr int kRows = 4;      // sixteen registers hold them for half a panel, beside its weights and a word of x
-constexpr int kPairRows = 4;
+constexpr int kRows = 5, kPairRows = 5;  // sixteen registers hold them for half a panel, beside its weights and a number of x
+template <int R, int Panels>
+constexpr int kHalves = R == 1 ? 2 : 1;  // one row of half a panel has too few multiply-adds that do not wait for each other
 #endif
 
 // Returns the even and the odd bfloat16 of each word, as floats.
@@ -39,8 +47,12 @@ inline F16 odd_halves(I16 words) { return as_floats(words & broadcast(int32_t(0x
 // numbers are zero in both (see `Flush`).
 struct Bf16Dot {
     static constexpr int kMostRows = kRows;
+#ifdef __AVX512BF16__
+    static constexpr bool kByFloats = false;
+#else
+    static constexpr bool kByFloats = true;
+#endif
     using Sum = F16;
-    static Sum zero() { return zeros(); }
     static Sum add(Sum sum, I16 x, I16 w) {
 #ifdef __AVX512BF16__
         return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
@@ -52,6 +64,7 @@ struct Bf16Dot {
 
 // Adds products of four 8-bit integers, x signed, w unsigned; the sum is exact. `start` takes -128 times the sum of x.
 struct Int8Dot {
+    static constexpr bool kByFloats = false;
     static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
     using Sum = I16;
 #ifdef __AVX512VNNI__
@@ -73,35 +86,74 @@ struct Int8Dot {
 #endif
 };
 
+constexpr long kFloatWords = 64;  // words of a row that are floats at once: a few KiB for all rows of a tile
+
+// Does what `tile` does, for CPUs that multiply floats only. The words of x become floats before the loop: in it, each of them
+// would take two instructions that compete with the multiply-adds.
+template <int R, int Panels, class Meanwhile>
+inline void float_tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words, F16 (&sum)[R][2 * Panels],
+                       const Meanwhile& meanwhile) {
+    constexpr int halves = kHalves<R, Panels>;
+    alignas(64) float even[R][kFloatWords], odd[R][kFloatWords];
+    for (long begin = 0; begin < words; begin += kFloatWords) {
+        const long count = std::min(kFloatWords, words - begin);
+        for (int r = 0; r < R; r++)
+            for (long k = 0; k < count; k += kLanes) {
+                const I16 pairs = load_words(x + r * x_stride + begin + k, first_lanes(count - k));
+                store(&even[r][k], even_halves(pairs)), store(&odd[r][k], odd_halves(pairs));
+            }
+        for (int first = 0; first < 2 * Panels; first += halves) {
+            F16 at[R][halves];
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < halves; h++) at[r][h] = sum[r][first + h];
+            for (long k = 0; k < count; k++) {
+                F16 even_weights[halves], odd_weights[halves];
+                for (int h = 0; h < halves; h++) {
+                    const I16 half = load_words(panel + (first + h) / 2 * panel_words + (begin + k) * kPanel + (first + h) % 2 * kLanes);
+                    even_weights[h] = even_halves(half), odd_weights[h] = odd_halves(half);
+                }
+                if (first == 0) meanwhile(begin + k);
+                PDSERVE_UNROLL(12)
+                for (int r = 0; r < R; r++) {
+                    const F16 one = broadcast(even[r][k]), other = broadcast(odd[r][k]);
+                    for (int h = 0; h < halves; h++) at[r][h] = fma(one, even_weights[h], fma(other, odd_weights[h], at[r][h]));
+                }
+            }
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < halves; h++) sum[r][first + h] = at[r][h];
+        }
+    }
+}
+
 // Adds to sum[r] the product of row r of x with `Panels` panels. The first panel is at `panel`, and each next one `panel_words`
 // later. x_stride is in words. meanwhile(k) is called with each word, for prefetches.
 template <class Dot, int R, int Panels, class Meanwhile>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
                  typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
-#ifdef __AVX512F__
-    constexpr int kAtOnce = 2 * Panels;  // halves of panels
-#else
-    constexpr int kAtOnce = 1;
-#endif
-    for (int first = 0; first < 2 * Panels; first += kAtOnce) {
-        typename Dot::Sum at[R][kAtOnce];  // gcc 12 keeps these in registers, but not values behind a reference
+    constexpr int halves = kHalves<R, Panels>;
+    if constexpr (Dot::kByFloats && R > 1)
+        return float_tile<R, Panels>(x, x_stride, panel, panel_words, words, sum, meanwhile);
+    for (int first = 0; first < 2 * Panels; first += halves) {
+        typename Dot::Sum at[R][halves];  // gcc 12 keeps these in registers, but not values behind a reference
         PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < kAtOnce; h++) at[r][h] = sum[r][first + h];
+            for (int h = 0; h < halves; h++) at[r][h] = sum[r][first + h];
         for (long k = 0; k < words; k++) {
-            I16 half[kAtOnce];
-            for (int h = 0; h < kAtOnce; h++)
+            I16 half[halves];
+            for (int h = 0; h < halves; h++)
                 half[h] = load_words(panel + (first + h) / 2 * panel_words + k * kPanel + (first + h) % 2 * kLanes);
             if (first == 0) meanwhile(k);
             PDSERVE_UNROLL(12)
             for (int r = 0; r < R; r++) {
                 const I16 spread = broadcast(int32_t(x[r * x_stride + k]));
-                for (int h = 0; h < kAtOnce; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
+                for (int h = 0; h < halves; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
             }
         }
         PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < kAtOnce; h++) sum[r][first + h] = at[r][h];
+            for (int h = 0; h < halves; h++) sum[r][first + h] = at[r][h];
     }
 }
 
