@@ -276,6 +276,7 @@ def installed_as(monkeypatch, tmp_path):
         if contents is not None:
             (tmp_path / "_kernels_avx2.so").write_bytes(contents)
         monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+        monkeypatch.delenv(library.ISA, raising=False)  # a set that is forced and not there is refused
         library.find.cache_clear()
         return library.find()
 
