@@ -120,6 +120,7 @@ def test_compiled_steps_are_invariant_without_being_asked(make_runner, make_shee
     runner = make_runner(dtype="bfloat16", quantization=quantization)
     assert runner.describe().startswith(f"compiled bfloat16 ({library.TITLES[library.find().isa]}, ")
     assert runner.describe().endswith("; batch-invariant: yes")
+    assert runner.isa == library.find().isa
     rng = random.Random(6)
     sheets = make_sheets(runner, LENGTHS, rng)
     alone = [runner.logits(sheet.whole()) for sheet in sheets]

@@ -183,6 +183,7 @@ class NativeDecoder:
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
+        self.isa: str = loaded.pdserve_isa().decode()
         self.scheme = scheme
         self.threads = torch.get_num_threads()
         self._block_size = kv.spec.block_size
