@@ -107,7 +107,7 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, pairs
-    set aside, and versions that differ.
+    set aside, the instruction sets of compiled steps, and versions that differ.
 
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
@@ -132,12 +132,22 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         *_niced(worker.hello for worker in state.workers),
         *aside,
         *mixed,
+        *_sets(state.workers),
         *_versions(state.workers),
     )
 
 
 def _flips(count: int) -> str:
     return "a role flip" if count == 1 else f"{count} role flips"
+
+
+def _sets(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
+    """Make one line for all workers whose compiled steps are for the same instruction set."""
+    alike: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.hello.isa:
+            alike.setdefault(worker.hello.isa, []).append(worker.hello.worker_id)
+    return [Text(f"{', '.join(worker_ids)}: steps compiled for {isa}") for isa, worker_ids in alike.items()]
 
 
 def _versions(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:

@@ -111,6 +111,8 @@ class WorkerHello:
     numerics: str = ""
     """The name of the bits that the worker computes. Workers with one name give equal tokens. Empty: a token depends on the
     batch in which it is computed, or the worker's release does not compute the name."""
+    isa: str = ""
+    """The instruction set of the worker's compiled steps. Empty: torch computes the steps."""
 
     @property
     def kv_tokens(self) -> int:

@@ -87,6 +87,8 @@ class ModelRunner:
         """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
         self.kv = kv
         self.compiled = isinstance(model, native.NativeDecoder)
+        self.isa = model.isa if isinstance(model, native.NativeDecoder) else ""
+        """The instruction set of compiled steps, as `PDSERVE_ISA` names it. Empty: torch computes."""
         self.batch_invariant = batch_invariant or (self.compiled and not kv.spec.quantised)
         """True when a token's logits depend only on its sequence, bit for bit. The setting asks for it, or the compiled model
         has this property at no cost."""

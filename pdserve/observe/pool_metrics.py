@@ -3,6 +3,7 @@ page with every worker of a large cluster has megabytes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -95,6 +96,13 @@ def gauges(workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         for state in _STATES:
             blocks.add_metric([role.value, state], sum(getattr(one.load.blocks, state) for one in found))
     yield blocks
+    sets = GaugeMetricFamily(
+        "pdserve_pool_workers_by_isa", "Workers by the instruction set of their compiled steps.", labels=["role", "isa"]
+    )
+    for role, found in pools.items():
+        for isa, count in sorted(Counter(one.hello.isa or "none" for one in found).items()):
+            sets.add_metric([role.value, isa], count)
+    yield sets
     yield from _means(pools)
 
 

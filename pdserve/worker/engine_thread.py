@@ -472,10 +472,13 @@ class EngineView:
         prefix_caching: bool = False,
         peak_flops_per_s: float = 0.0,
         peak_bytes_per_s: float = 0.0,
+        isa: str = "",
     ) -> None:
-        """`peak_flops_per_s` and `peak_bytes_per_s` are those of the engine's device. 0: unknown."""
+        """`peak_flops_per_s` and `peak_bytes_per_s` are those of the engine's device. 0: unknown. `isa` is the instruction set
+        of compiled steps. Empty: torch computes."""
         self.peak_flops_per_s = peak_flops_per_s
         self.peak_bytes_per_s = peak_bytes_per_s
+        self.isa = isa
         self.snapshot = snapshot
         self.largest_step = snapshot.load.max_num_batched_tokens
         """The largest number of tokens in a step for which the engine has memory."""

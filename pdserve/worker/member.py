@@ -282,6 +282,7 @@ class LinkMember:
             max_num_batched_tokens=self._engine.largest_step,
             peak_flops_per_s=self._engine.peak_flops_per_s,
             peak_bytes_per_s=self._engine.peak_bytes_per_s,
+            isa=self._engine.isa,
             draining=host.draining,
             flips=self._flips,
             flip_obstacle=self._config.flip_obstacle,

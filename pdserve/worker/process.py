@@ -335,6 +335,7 @@ class RunningWorker:
             prefix_caching=self.config.engine.enable_prefix_caching,
             peak_flops_per_s=self._peaks.flops_per_s,
             peak_bytes_per_s=self._peaks.bytes_per_s,
+            isa=self.runner.isa,
         )
 
 

@@ -136,6 +136,15 @@ def test_status_tells_versions_only_where_they_differ() -> None:
     assert "version" not in _shown(inference_pb2.GetClusterStateResponse(workers=workers[:2]))
 
 
+def test_status_says_for_which_instruction_set_steps_are_compiled() -> None:
+    sets = {"prefill-0": "avx2", "decode-0": "avx512_bf16", "decode-1": "avx2", "decode-2": ""}
+    workers = [inference_pb2.WorkerState(hello={"worker_id": name, "isa": isa}, ready=True) for name, isa in sets.items()]
+    shown = _shown(inference_pb2.GetClusterStateResponse(workers=workers), 160)
+    assert "prefill-0, decode-1: steps compiled for avx2" in shown
+    assert "decode-0: steps compiled for avx512_bf16" in shown
+    assert shown.count("steps compiled") == 2
+
+
 def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
     workers = [
         inference_pb2.WorkerState(hello={"worker_id": f"decode-{n}", "niceness": nice}, ready=True)

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.engine.native import library
 
-COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 WAYS = [
     pytest.param({"dtype": "float32", "compiled": False}, id="float32"),
     pytest.param({"dtype": "bfloat16", "compiled": False}, id="bfloat16-torch"),

@@ -15,6 +15,7 @@ from pdserve.engine.attention.invariant import KV_TILE_TOKENS, InvariantAttentio
 from pdserve.engine.layers.elementwise import exp_fixed, gelu_and_mul, gelu_and_mul_fixed, softcap_fixed
 from pdserve.engine.layers.rows import CANDIDATES, PROBE_ROWS, TILE_ROWS, TiledRows, cut
 from pdserve.engine.models.batched import BatchedDecoder
+from pdserve.engine.native import library
 
 LENGTHS = [1, 2, 8, TILE_ROWS + 1, 63, KV_TILE_TOKENS, KV_TILE_TOKENS + 1, 300]
 
@@ -117,8 +118,9 @@ def test_the_default_model_too(make_runner, make_sheets, default_model, way):
 def test_compiled_steps_are_invariant_without_being_asked(make_runner, make_sheets, quantization):
     """They have one mode: what users get for nothing."""
     runner = make_runner(dtype="bfloat16", quantization=quantization)
-    assert runner.describe().startswith("compiled bfloat16 (AVX-512, ")
+    assert runner.describe().startswith(f"compiled bfloat16 ({library.TITLES[library.find().isa]}, ")
     assert runner.describe().endswith("; batch-invariant: yes")
+    assert runner.isa == library.find().isa
     rng = random.Random(6)
     sheets = make_sheets(runner, LENGTHS, rng)
     alone = [runner.logits(sheet.whole()) for sheet in sheets]

@@ -42,6 +42,18 @@ def test_each_format_has_a_name_of_its_own() -> None:
     assert len({name(**kind) for kind in kinds}) == len(kinds)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_all_instruction_sets_that_run_here_have_one_name(quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [path for isa in library.SETS if (path := library.installed(f"_kernels_{isa}")) is not None]
+    found = [one.library for path in paths if (one := library.open_library(path)).library is not None]
+    names = set()
+    for one in found:
+        monkeypatch.setattr(library, "load", lambda one=one: one)
+        names.add(name(quantization=quantization))
+    assert len(names) == min(1, len(found))
+    assert "" not in names
+
+
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}])
 def test_an_engine_whose_tokens_depend_on_the_batch_has_no_name(settings: dict[str, Any]) -> None:
     assert name(**settings) == ""

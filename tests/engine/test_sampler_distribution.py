@@ -75,7 +75,7 @@ def drawn(params: SamplingParams, fast=sample, draws: int = DRAWS) -> list[int]:
 @pytest.fixture(scope="module")
 def compiled(make_runner):
     if library.load() is None:
-        pytest.skip("the kernels were not built, or this CPU lacks AVX-512 bf16")
+        pytest.skip("the kernels were not built, or this CPU lacks AVX2")
     model = make_runner("tiny", dtype="bfloat16")._model
     return lambda logits, specs: model._sample(logits, list(range(len(specs))), specs)
 

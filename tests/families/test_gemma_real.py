@@ -38,7 +38,7 @@ PUBLISHED: dict[str, Any] = {
     },
 }  # fmt: skip
 """config.json of google/gemma-3-270m, as far as it says what is computed. Every sixth layer is global."""
-COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 TOKENS = 20
 LEAST_MARGIN = 1e-3
 """A choice between logits that are nearer than that would depend on rounding. The errors are about 1e-5."""

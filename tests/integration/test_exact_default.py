@@ -20,7 +20,7 @@ from testkit.processes import ProcessCluster
 
 # Short tests have the same of one engine (test_logits_goldens.py), and of two pools of the tiny model (test_exact_tiny.py).
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 BLOCK = 16

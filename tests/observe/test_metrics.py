@@ -148,6 +148,15 @@ def test_pools_are_shown_as_a_whole_and_unknown_values_are_left_out() -> None:
     assert drawn == {("decode", "d"): 400, ("decode", "e"): 0, ("decode", "f"): 0}
 
 
+def test_pools_show_their_workers_by_instruction_set() -> None:
+    sets = {"a": "avx2", "b": "avx2", "c": "avx512_bf16", "d": ""}
+    hellos = [dataclasses.replace(HELLO, worker_id=WorkerId(name), isa=isa) for name, isa in sets.items()]
+    workers = tuple(dataclasses.replace(WORKER, hello=hello) for hello in hellos)
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=workers))
+    shown = values(metrics, "pdserve_pool_workers_by_isa")
+    assert shown == {("avx2", "decode"): 2, ("avx512_bf16", "decode"): 1, ("none", "decode"): 1}
+
+
 def test_the_spread_over_experts_is_shown_of_workers_that_have_some() -> None:
     experts = ExpertLoad(100, 1.5, 2.5, (HotExpert(3, 1, 2.5),))
     moe = dataclasses.replace(WORKER, load=dataclasses.replace(LOAD, experts=experts))

@@ -7,12 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pdserve.config import MIB, EngineConfig, WorkerConfig, dump
+from pdserve.engine.native import library
 from testkit.processes import Process
 from testkit.scripted_router import ScriptedRouter
 
@@ -102,6 +104,34 @@ def test_a_wrong_setting_is_one_line_and_2(tmp_path, text, words):
     assert err.splitlines()[-1].startswith("error: ")
     assert all(word in err.splitlines()[-1] for word in words)
     assert "Traceback" not in err
+
+
+@pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+def test_a_forced_instruction_set_is_told_to_the_router(tmp_path, monkeypatch):
+    monkeypatch.setenv(library.ISA, "avx2")
+    with ScriptedRouter() as router:
+        path = tmp_path / "worker.yaml"
+        path.write_text(dump(WorkerConfig("w", router.address, replace(ENGINE, dtype="bfloat16"))))
+        process = start("decode_worker", path, "--exit-with-parent")
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert router.worker("w").hello.isa == "avx2"
+            _, err = process.communicate(timeout=WAIT_S)
+            assert "compiled bfloat16 (AVX2, " in err
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_an_unknown_instruction_set_is_one_line_and_2(tmp_path, monkeypatch):
+    monkeypatch.setenv(library.ISA, "sse9")
+    path = tmp_path / "worker.yaml"
+    path.write_text(dump(WorkerConfig("w", "127.0.0.1:1", replace(ENGINE, dtype="bfloat16"))))
+    process = start("decode_worker", path)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2, err
+    assert err.splitlines()[-1].startswith("error: PDSERVE_ISA must be one of avx512_bf16, avx512, avx2, none, got 'sse9'")
 
 
 def test_a_port_that_is_taken_is_one_line_and_2(tmp_path):

@@ -124,7 +124,7 @@ LANES: Final = 16  # floats in a vector; gate and up alternate in groups of this
 MOST_HEAD_DIM: Final = 640
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers equal those in abi.h
 UNEQUAL_LATENTS: Final = "layers that share KV of one shape but have latent vectors of different sizes"
-NEEDS: Final = "bfloat16 on a CPU with AVX-512 (bf16 and VNNI), and a C++ compiler when pdserve was installed"
+NEEDS: Final = "bfloat16 on a CPU with AVX2 and FMA, and a C++ compiler when pdserve was installed"
 COMPUTED: Final = frozenset({
     "window", "bias", "out_bias", "qk_norm", "softcap", "scale", "rope of a part of a head", "gelu_tanh", "post_norms",
     "an offset of norms", "embedding_scale", "a softcap of logits", "a mixture of experts", "latent attention",
@@ -183,6 +183,7 @@ class NativeDecoder:
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
         self._library = loaded
+        self.isa: str = loaded.pdserve_isa().decode()
         self.scheme = scheme
         self.threads = torch.get_num_threads()
         self._block_size = kv.spec.block_size

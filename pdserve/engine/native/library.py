@@ -1,13 +1,14 @@
 """The library of compiled kernels: it is found beside this file, declared for ctypes, and tried once.
 
-It is built when pdserve is installed, if there is a compiler (`pyproject.toml`). Its plain C interface takes addresses, so
-it needs none of torch's headers and works with any torch. It has its own threads: torch's OpenMP threads spin after each
-parallel region, which on two cores takes a core away from the next region.
+One is built for each instruction set when pdserve is installed, if there is a compiler (`pyproject.toml`). Its plain C
+interface takes addresses, so it needs none of torch's headers and works with any torch. It has its own threads: torch's OpenMP
+threads spin after each parallel region, which on two cores takes a core away from the next region.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,16 @@ from pathlib import Path
 from struct import Struct
 from typing import Final
 
-ABI: Final = 11  # PDSERVE_ABI of abi.h
+from pdserve.core.errors import ConfigError
+
+ABI: Final = 12  # PDSERVE_ABI of abi.h
+SETS: Final = ("avx512_bf16", "avx512", "avx2")
+"""The instruction sets that have a library, the fastest first. All compute the same bits: see src/matmul.h."""
+TITLES: Final = {"avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2"}
+ISA: Final = "PDSERVE_ISA"
+"""The environment variable that forces a set, so that a slower one can be tried where a faster one runs."""
+NO_SET: Final = "none"
+"""The value of `PDSERVE_ISA` with which torch computes."""
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -97,19 +107,34 @@ class Found:
     """A search's result.
 
     library: the library, or None when none runs here. why: in words, what the library is, or why there is none.
+    isa: the name of its instruction set.
     """
 
     library: ctypes.CDLL | None
     why: str
+    isa: str = NO_SET
 
 
 @cache
 def find() -> Found:
-    """Find and open the library that was installed with this package."""
-    path = installed("_kernels")
-    if path is None:
-        return Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
-    return open_library(path)
+    """Find and open the library of the fastest set that this CPU runs, or that of the set that `PDSERVE_ISA` names.
+
+    Raises `ConfigError` when `PDSERVE_ISA` names no set, or one that does not run here.
+    """
+    forced = os.environ.get(ISA, "")
+    if forced == NO_SET:
+        return Found(None, f"{ISA} is {NO_SET}")
+    if forced and forced not in SETS:
+        raise ConfigError(f"{ISA} must be one of {', '.join((*SETS, NO_SET))}, got {forced!r}")
+    paths = [path for name in ((forced,) if forced else SETS) if (path := installed(f"_kernels_{name}")) is not None]
+    found = Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
+    for path in paths:
+        found = open_library(path)
+        if found.library is not None:
+            return found
+    if forced:
+        raise ConfigError(f"{ISA} is {forced}, and {found.why}")
+    return found
 
 
 def open_library(path: Path) -> Found:
@@ -123,7 +148,8 @@ def open_library(path: Path) -> Found:
     missing = library.pdserve_missing().decode()
     if missing:
         return Found(None, f"this CPU lacks {missing}")
-    return Found(library, f"AVX-512, {library.pdserve_compiler().decode().split('(')[0].strip()}")
+    isa = library.pdserve_isa().decode()
+    return Found(library, f"{TITLES[isa]}, {library.pdserve_compiler().decode().split('(')[0].strip()}", isa)
 
 
 def load() -> ctypes.CDLL | None:
@@ -133,7 +159,7 @@ def load() -> ctypes.CDLL | None:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_abi.restype = c_int
-    library.pdserve_missing.restype = library.pdserve_compiler.restype = c_char_p
+    library.pdserve_missing.restype = library.pdserve_isa.restype = library.pdserve_compiler.restype = c_char_p
     library.pdserve_model_new.argtypes = (POINTER(NativeShape), c_void_p)
     library.pdserve_model_new.restype = c_void_p
     library.pdserve_model_free.argtypes = (c_void_p,)

@@ -33,7 +33,7 @@ from pdserve.engine.schedule.sequence import SequenceKind
 
 CPU = torch.device("cpu")
 SIZE = 16
-compiled_only = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+compiled_only = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
 
 def poisoned(dtype: str, blocks: int = 6, heads: int = 2, dim: int = 8, compute: torch.dtype = torch.float32) -> KvCache:

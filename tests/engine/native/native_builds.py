@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ROOT / "pdserve" / "engine" / "native" / "src"
 
 
-def extension() -> dict[str, Any]:
-    """What pyproject.toml says of them."""
+def extension(isa: str) -> dict[str, Any]:
+    """What pyproject.toml says of those of an instruction set."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         modules = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
-    return next(module for module in modules if module["name"].endswith("._kernels"))
+    return next(module for module in modules if module["name"].endswith(f"._kernels_{isa}"))
 
 
 def compiler(name: str) -> str:
@@ -30,9 +30,9 @@ def compiler(name: str) -> str:
     return path
 
 
-def build(compiler_path: str, target: Path, *more: str, sources: Sequence[str] | None = None) -> Path:
+def build(compiler_path: str, target: Path, *more: str, isa: str = "avx512_bf16", sources: Sequence[str] | None = None) -> Path:
     """A library at `target`, of the kernels' sources unless others are named; `more` goes to the compiler."""
-    how = extension()
+    how = extension(isa)
     sources = sources or [str(ROOT / source) for source in how["sources"]]
     flags = [*how["extra-compile-args"], *how["extra-link-args"], "-fPIC", "-shared", *more]
     subprocess.run([compiler_path, *flags, *sources, "-o", str(target)], check=True, timeout=560)

@@ -1,4 +1,4 @@
-"""The compiled kernels by either compiler: the same bits; and on a CPU that lacks an instruction: it is named."""
+"""The compiled kernels of each instruction set, by either compiler: the same bits. What a CPU lacks is named."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from native_builds import NATIVE, build, compiler
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
+from pdserve.core.errors import ConfigError
 from pdserve.core.step_plan import StepPlan
+from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import native_decoder as native
+from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
 WAYS = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}]
 
 
-def logits_of(tiny_dir, make_sheets, way) -> list[torch.Tensor]:
-    """A prompt in two chunks beside another, then a decode of both."""
+def as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def logits_of(tiny_dir, make_sheets, way, change=as_it_is) -> list[torch.Tensor]:
+    """A prompt in two chunks beside another, then a decode of both. `change` is of each weight."""
     config = EngineConfig(kv_cache_memory=8 * MIB, dtype="bfloat16", threads=2, max_model_len=512, **way)
-    runner = ModelRunner.load(tiny_dir, ModelCard.load(tiny_dir), config)
+    card = ModelCard.load(tiny_dir)
+
+    def read(dtype: torch.dtype, device: torch.device) -> ModelWeights:
+        return load_weights(tiny_dir, card, dtype, device).map(change)
+
+    runner = ModelRunner.make(card, config, read)
     assert isinstance(runner._model, native.NativeDecoder)
     long, short = make_sheets(runner, [300, 41], random.Random(3))
     steps = [
@@ -34,12 +46,81 @@ def logits_of(tiny_dir, make_sheets, way) -> list[torch.Tensor]:
     return [runner.logits(step) for step in steps]
 
 
+def installed_set(isa: str) -> library.Found:
+    """The library of a set. Skips the test where this CPU does not run it."""
+    path = library.installed(f"_kernels_{isa}")
+    assert path is not None
+    found = library.open_library(path)
+    if found.library is None:
+        pytest.skip(found.why)
+    return found
+
+
+@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_set_gives_the_same_bits(isa, way, tiny_dir, make_sheets, monkeypatch):
+    """So workers on a laptop and on a server agree in every token."""
+    found = installed_set(isa)
+    monkeypatch.setattr(library, "load", lambda: installed_set("avx2").library)
+    expected = logits_of(tiny_dir, make_sheets, way)
+    monkeypatch.setattr(library, "load", lambda: found.library)
+    assert all(map(torch.equal, logits_of(tiny_dir, make_sheets, way), expected))
+
+
+def with_tiny_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a matrix become so small that they, their products or the sums of these are subnormal numbers."""
+    if weight.dim() != 2:
+        return weight
+    smaller = [1.0, 2.0**-116, 1.0, 2.0**-122, 1.0, 2.0**-128, 2.0**-40]
+    return weight * torch.tensor([smaller[row % len(smaller)] for row in range(len(weight))]).to(weight).unsqueeze(1)
+
+
+@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_subnormal_numbers_are_zero_in_every_set(isa, way, tiny_dir, make_sheets, monkeypatch):
+    """The dot product of bfloat16 takes them as zero whatever the thread says; multiply-adds do so only when told."""
+    found = installed_set(isa)
+    monkeypatch.setattr(library, "load", lambda: installed_set("avx2").library)
+    expected = logits_of(tiny_dir, make_sheets, way, with_tiny_rows)
+    least = torch.finfo(torch.float32).tiny
+    sizes = torch.cat([logits.abs().flatten() for logits in expected])
+    assert ((least <= sizes) & (sizes < 16 * least)).sum() > 10
+    assert not ((sizes > 0) & (sizes < least)).any()
+    monkeypatch.setattr(library, "load", lambda: found.library)
+    assert all(map(torch.equal, logits_of(tiny_dir, make_sheets, way, with_tiny_rows), expected))
+
+
+@pytest.mark.parametrize("isa", library.SETS)
+def test_a_set_is_forced_by_the_environment(isa, monkeypatch):
+    wanted = installed_set(isa)
+    monkeypatch.setenv("PDSERVE_ISA", isa)
+    found = library.find.__wrapped__()
+    assert (found.isa, found.why) == (isa, wanted.why)
+
+
+def test_no_set_means_torch_and_a_wrong_name_is_refused_with_the_choices(monkeypatch):
+    monkeypatch.setenv("PDSERVE_ISA", "none")
+    assert library.find.__wrapped__() == library.Found(None, "PDSERVE_ISA is none")
+    monkeypatch.setenv("PDSERVE_ISA", "sse9")
+    with pytest.raises(ConfigError, match="PDSERVE_ISA must be one of avx512_bf16, avx512, avx2, none, got 'sse9'"):
+        library.find.__wrapped__()
+
+
+def test_a_forced_set_that_does_not_run_here_is_refused(monkeypatch):
+    monkeypatch.setenv("PDSERVE_ISA", "avx2")
+    monkeypatch.setattr(library, "open_library", lambda path: library.Found(None, "this CPU lacks fma"))
+    with pytest.raises(ConfigError, match="PDSERVE_ISA is avx2, and this CPU lacks fma"):
+        library.find.__wrapped__()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["g++", "clang++"])
-def test_either_compiler_builds_kernels_with_the_same_bits(name, tmp_path, tiny_dir, make_sheets, monkeypatch):
+@pytest.mark.parametrize("isa", library.SETS)
+def test_either_compiler_builds_kernels_with_the_same_bits(isa, name, tmp_path, tiny_dir, make_sheets, monkeypatch):
     """clang ignores gcc's target pragma: with it, whoever has clang alone got no kernels."""
+    installed_set(isa)
     expected = [logits_of(tiny_dir, make_sheets, way) for way in WAYS]
-    found = library.open_library(build(compiler(name), tmp_path / "built.so"))
+    found = library.open_library(build(compiler(name), tmp_path / "built.so", isa=isa))
     assert found.library is not None, found.why
     assert {"g++": "gcc", "clang++": "clang"}[name] in found.why
     monkeypatch.setattr(library, "load", lambda: found.library)

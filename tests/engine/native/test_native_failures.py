@@ -14,7 +14,7 @@ from pdserve.core.errors import ConfigError, ErrorCode, OutOfThreads
 from pdserve.engine.native import library
 from pdserve.engine.warm_up import settle
 
-COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+COMPILED = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
 STARVED = """
 import resource, sys

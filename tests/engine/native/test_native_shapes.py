@@ -18,7 +18,7 @@ from pdserve.engine.models.weights import DenseWeights, GqaWeights, LayerWeights
 from pdserve.engine.native import library
 from pdserve.engine.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX-512 bf16")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 64, 112, 2, 300
 LENGTHS = [1, 64, 65, 130, 300, 17]

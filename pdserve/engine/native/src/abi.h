@@ -97,12 +97,19 @@ struct PdRow {
     const uint8_t *mask;                      // [vocab] bits, rounded up to 16, the lowest first: the ids that may be drawn; null: all
 };
 
-#define PDSERVE_ABI 11  // it changes with this file; library.py has the same number
+// Only these functions are seen from outside: what two libraries have by the same name would otherwise be shared, if one process
+// loads both.
+#pragma GCC visibility push(default)
+
+#define PDSERVE_ABI 12  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
 // When it is not empty, no function that computes may be called.
 const char *pdserve_missing(void);
+
+// Returns the name of the instruction set that the library is for.
+const char *pdserve_isa(void);
 
 // Returns the name and version of the compiler.
 const char *pdserve_compiler(void);
@@ -145,4 +152,6 @@ int pdserve_model_forward(void *model, const PdStep *step);
 // penalties or bans are changed. ids: [count], the tokens; -1 where the largest logit is not a finite number. Only one caller at
 // a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
+
+#pragma GCC visibility pop
 }

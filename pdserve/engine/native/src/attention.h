@@ -102,34 +102,8 @@ struct AttentionScratch {
     }
 };
 
-[[gnu::always_inline]] inline void transpose16(__m512i (&r)[16]) {  // a call would pass all of them through memory
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
-
 // Returns the mask of the sixteen pairs of dimensions from `from` on: those that a row of `dim` has.
-inline __mmask16 pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
+inline Mask pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
 
 // Number of lines to prefetch with each pair of dimensions or positions: each of the four loops over a tile asks for a quarter
 // of the lines of the next tile.
@@ -210,14 +184,14 @@ inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, u
     for (long group = range.from / kLanes * kLanes; group < range.end; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
-            const __mmask16 pairs = pairs_left(kv.dim, from);
+            const Mask pairs = pairs_left(kv.dim, from);
             asker.ask(8 * kAtOnce<Kv>);
-            __m512i r[16];
+            I16 r[16];
             PDSERVE_UNROLL(16)
             for (int i = 0; i < 16; i++) r[i] = Kv::load(rows.row[group + i], from, pairs);
-            transpose16(r);
+            transpose(r);
             PDSERVE_UNROLL(16)
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (from / 2 + i) * kPanel, r[i]);
+            for (int i = 0; i < 16; i++) store_words(panel + (from / 2 + i) * kPanel, r[i]);
         }
     }
 }
@@ -226,17 +200,16 @@ inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, u
 template <class Kv>
 inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* values, Asker<Kv>& asker) {
     const TileRows<Kv> rows(kv, kv.value, range);
-    const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
-                                          4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(16));
     for (long from = 0; from < padded; from += 32) {
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
-        const __mmask16 pairs = pairs_left(kv.dim, from);
+        const Mask pairs = pairs_left(kv.dim, from);
         for (long i = range.from / 2 * 2; i < range.end; i += 2) {
             if (i % 16 == 0) asker.ask(8 * kAtOnce<Kv>);
-            const __m512i a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
-            _mm512_storeu_si512(panel + i / 2 * kPanel, _mm512_permutex2var_epi16(a, even, b));
-            _mm512_storeu_si512(panel + i / 2 * kPanel + kLanes, _mm512_permutex2var_epi16(a, odd, b));
+            const I16 a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
+            I16 low, high;
+            interleave(a, b, low, high);
+            store_words(panel + i / 2 * kPanel, low);
+            store_words(panel + i / 2 * kPanel + kLanes, high);
         }
     }
 }
@@ -255,58 +228,58 @@ inline void take_scales(const Paged<Kv>& kv, const Range& range, float scale, fl
 }
 
 // Returns the lanes of sixteen positions from `i * 16` on that are among the first `seen`.
-inline __mmask16 seen_lanes(long seen, int i) { return seen > i * kLanes ? first_lanes(seen - i * kLanes) : __mmask16(0); }
+inline Mask seen_lanes(long seen, int i) { return seen > i * kLanes ? first_lanes(seen - i * kLanes) : lanes_of(0); }
 
 // The positions of a tile that a row sees: the first `seen`.
 struct Until {
     long seen;
-    __mmask16 lanes(int i) const { return seen_lanes(seen, i); }
+    Mask lanes(int i) const { return seen_lanes(seen, i); }
 };
 
 // The positions of a tile that a row sees: those from `from` on of the first `seen`.
 struct Between {
     long from, seen;
-    __mmask16 lanes(int i) const { return seen_lanes(seen, i) & ~seen_lanes(from, i); }
+    Mask lanes(int i) const { return seen_lanes(seen, i) & ~seen_lanes(from, i); }
 };
 
 // Returns sixteen products of a row and keys as scores. With quantised KV, the key scales already contain `scale`.
 template <bool Scaled>
-inline __m512 factor_of(int i, float scale, const float* key_scales) {
-    return Scaled ? _mm512_load_ps(key_scales + i * kLanes) : _mm512_set1_ps(scale);
+inline F16 factor_of(int i, float scale, const float* key_scales) {
+    return Scaled ? load(key_scales + i * kLanes) : broadcast(scale);
 }
 
 // Returns sixteen scores of a row as they are compared: minus infinity where the row sees nothing. Ready scores are not
 // multiplied.
 template <bool Scaled, bool Ready, class Sight>
-inline __m512 scaled_scores(const float* scores, int i, Sight sight, float scale, const float* key_scales) {
-    const __m512 none = _mm512_set1_ps(kNone), found = _mm512_loadu_ps(scores + i * kLanes);
-    if constexpr (Ready) return _mm512_mask_mov_ps(none, sight.lanes(i), found);
-    return _mm512_mask_mul_ps(none, sight.lanes(i), found, factor_of<Scaled>(i, scale, key_scales));
+inline F16 scaled_scores(const float* scores, int i, Sight sight, float scale, const float* key_scales) {
+    const F16 none = broadcast(kNone), found = load(scores + i * kLanes);
+    if constexpr (Ready) return select(sight.lanes(i), found, none);
+    return select(sight.lanes(i), found * factor_of<Scaled>(i, scale, key_scales), none);
 }
 
 // Turns the products of rows [first, end) into bounded scores; see `capped`.
 template <bool Scaled>
 inline void cap_scores(AttentionScratch& s, long first, long end, const Scoring& how) {
-    const __m512 bound = _mm512_set1_ps(how.softcap);
+    const F16 bound = broadcast(how.softcap);
     for (long row = first; row < end; row++)
         for (int i = 0; i < kTile / kLanes; i++) {
             float* at = &s.scores[row * kTile + i * kLanes];
-            _mm512_storeu_ps(at, capped(_mm512_mul_ps(_mm512_loadu_ps(at), factor_of<Scaled>(i, how.scale, s.key_scales)), bound));
+            store(at, capped(load(at) * factor_of<Scaled>(i, how.scale, s.key_scales), bound));
         }
 }
 
 // Writes the weights of one row, and returns the lanes of their sum. raised: the largest score so far.
 template <bool Scaled, bool Ready, class Sight>
-inline __m512 weigh_row(const float* scores, Sight sight, float scale, const float* key_scales, const float* value_scales,
+inline F16 weigh_row(const float* scores, Sight sight, float scale, const float* key_scales, const float* value_scales,
                         float raised, bf16* weights) {
-    __m512 sum = _mm512_setzero_ps();
+    F16 sum = zeros();
     for (int i = 0; i < kTile / kLanes; i++) {
-        const __m512 value = scaled_scores<Scaled, Ready>(scores, i, sight, scale, key_scales);
-        const __m512 weight = exp_coarse(_mm512_sub_ps(value, _mm512_set1_ps(raised)));
-        const __m512 scaled = Scaled ? _mm512_mul_ps(weight, _mm512_load_ps(value_scales + i * kLanes)) : weight;
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(scaled);
+        const F16 value = scaled_scores<Scaled, Ready>(scores, i, sight, scale, key_scales);
+        const F16 weight = exp_coarse(value - broadcast(raised));
+        const F16 scaled = Scaled ? weight * load(value_scales + i * kLanes) : weight;
+        const __m256i rounded = narrow(scaled);
         _mm256_storeu_si256((__m256i*)(weights + i * kLanes), rounded);
-        sum = _mm512_add_ps(sum, Scaled ? weight : widen(rounded));
+        sum = sum + (Scaled ? weight : widen(rounded));
     }
     return sum;
 }
@@ -315,26 +288,26 @@ inline __m512 weigh_row(const float* scores, Sight sight, float scale, const flo
 // at least one. Sixteen rows are reduced together, and need one exponential for their factors.
 template <bool Scaled, bool Ready, class SightOf>
 inline void soften(AttentionScratch& s, long row, long count, float scale, const SightOf& sight) {
-    const __mmask16 rows = first_lanes(count);
-    __m512 lanes[kLanes];
-    for (auto& lane : lanes) lane = _mm512_setzero_ps();
+    const Mask rows = first_lanes(count);
+    F16 lanes[kLanes];
+    for (auto& lane : lanes) lane = zeros();
     for (long r = 0; r < count; r++) {
-        lanes[r] = _mm512_set1_ps(kNone);
+        lanes[r] = broadcast(kNone);
         for (int i = 0; i < kTile / kLanes; i++)
-            lanes[r] = _mm512_max_ps(lanes[r], scaled_scores<Scaled, Ready>(&s.scores[(row + r) * kTile], i, sight(row + r), scale,
+            lanes[r] = max(lanes[r], scaled_scores<Scaled, Ready>(&s.scores[(row + r) * kTile], i, sight(row + r), scale,
                                                                             s.key_scales));
     }
-    const __m512 before = _mm512_maskz_loadu_ps(rows, &s.top[row]);
-    const __m512 raised = _mm512_max_ps(before, fold_rows(lanes, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
-    const __m512 factor = exp_lanes(_mm512_sub_ps(before, raised));
-    _mm512_mask_storeu_ps(&s.top[row], rows, raised);
-    _mm512_mask_storeu_ps(&s.factor[row], rows, factor);
+    const F16 before = load(&s.top[row], rows);
+    const F16 raised = max(before, fold_rows(lanes, [](F16 a, F16 b) { return max(a, b); }));
+    const F16 factor = exp_lanes(before - raised);
+    store(&s.top[row], raised, rows);
+    store(&s.factor[row], factor, rows);
     for (long r = 0; r < count; r++)
         lanes[r] = weigh_row<Scaled, Ready>(&s.scores[(row + r) * kTile], sight(row + r), scale, s.key_scales, s.value_scales,
                                             s.top[row + r], (bf16*)&s.weights[(row + r) * kTile / 2]);
-    const __m512 sums = fold_rows(lanes, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
-    const __m512 total = _mm512_add_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(rows, &s.total[row]), factor), sums);
-    _mm512_mask_storeu_ps(&s.total[row], rows, total);
+    const F16 sums = fold_rows(lanes, [](F16 a, F16 b) { return a + b; });
+    const F16 total = load(&s.total[row], rows) * factor + sums;
+    store(&s.total[row], total, rows);
 }
 
 // Turns the scores of rows [begin, end) into weights. `offset`: position of the first row's token in the tile. `group`: rows of a
@@ -367,12 +340,12 @@ template <class Kv>
 inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
     const long words = s.dim / 2;
     pieces(first, end, range.from / kPanel, (range.end + kPanel - 1) / kPanel, [&]<int R, int Panels>(long row, long panel) {
-        __m512 sum[R][2 * Panels];
-        for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, _mm512_setzero_ps());
+        F16 sum[R][2 * Panels];
+        for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, zeros());
         tile<Bf16Dot, R, Panels>(&s.query[row * words], words, &s.keys[panel * kPanel * words], kPanel * words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(&s.scores[(row + r) * kTile + panel * kPanel + h * kLanes], sum[r][h]);
+            for (int h = 0; h < 2 * Panels; h++) store(&s.scores[(row + r) * kTile + panel * kPanel + h * kLanes], sum[r][h]);
     });
 }
 
@@ -383,16 +356,16 @@ inline void add_values(AttentionScratch& s, long first, long end, const Range& r
     constexpr long tile_words = kTile / 2;
     const long from = range.from / 2, words = (range.end + 1) / 2 - from;
     pieces(first, end, 0, s.value_dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
-        __m512 sum[R][2 * Panels];
+        F16 sum[R][2 * Panels];
         float* at = &s.result[row * s.value_dim + panel * kPanel];
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2 * Panels; h++)
-                sum[r][h] = _mm512_mul_ps(_mm512_loadu_ps(at + r * s.value_dim + h * kLanes), _mm512_set1_ps(s.factor[row + r]));
+                sum[r][h] = load(at + r * s.value_dim + h * kLanes) * broadcast(s.factor[row + r]);
         tile<Bf16Dot, R, Panels>(&s.weights[row * tile_words + from], tile_words, &s.values[panel * kPanel * tile_words + from * kPanel],
                                  kPanel * tile_words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2 * Panels; h++) _mm512_storeu_ps(at + r * s.value_dim + h * kLanes, sum[r][h]);
+            for (int h = 0; h < 2 * Panels; h++) store(at + r * s.value_dim + h * kLanes, sum[r][h]);
     });
 }
 
@@ -426,18 +399,18 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position
 inline void merge(const float* part, float part_top, float part_total, float* sum, float& top, float& total, long dim) {
     if (part_top == kNone) return;
     const float raised = std::max(top, part_top);
-    const __m512 keep = exp_lanes(_mm512_set1_ps(top - raised)), take = exp_lanes(_mm512_set1_ps(part_top - raised));
+    const F16 keep = exp_lanes(broadcast(top - raised)), take = exp_lanes(broadcast(part_top - raised));
     for (long i = 0; i < dim; i += kLanes) {
-        const __m512 kept = _mm512_mul_ps(_mm512_loadu_ps(sum + i), keep);
-        _mm512_storeu_ps(sum + i, _mm512_fmadd_ps(_mm512_loadu_ps(part + i), take, kept));
+        const F16 kept = load(sum + i) * keep;
+        store(sum + i, fma(load(part + i), take, kept));
     }
-    total = total * _mm512_cvtss_f32(keep) + part_total * _mm512_cvtss_f32(take);
+    total = total * first(keep) + part_total * first(take);
     top = raised;
 }
 
 inline void finish_row(const float* sum, float total, long dim, bf16* to) {
-    const __m512 whole = _mm512_set1_ps(total);
-    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, _mm512_div_ps(_mm512_loadu_ps(sum + i), whole), first_lanes(dim - i));
+    const F16 whole = broadcast(total);
+    for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, load(sum + i) / whole, first_lanes(dim - i));
 }
 
 // Copies the rotated queries of one KV head into the scratch, token after token. `stride`: elements from token to token.

@@ -7,6 +7,7 @@
 namespace pdserve {
 
 void Model::compute(int thread) {
+    const Flush flush;
     const long last = step_->layers - 1;
     Batch batch{residual_.data(), attended_.data(), step_->rows};
     share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });
@@ -35,11 +36,11 @@ void Model::compute(int thread) {
 }
 
 void Model::embed(long row, long end) {
-    const __m512 scale = _mm512_set1_ps(float(shape_.embedding_scale));
+    const F16 scale = broadcast(float(shape_.embedding_scale));
     for (; row < end; row++)
         for (long i = 0; i < shape_.hidden; i += kLanes) {
-            const __m512 stored = load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i);
-            _mm512_storeu_ps(&residual_[row * shape_.hidden + i], _mm512_mul_ps(stored, scale));
+            const F16 stored = load_bf16(embedding_ + step_->token_ids[row] * shape_.hidden + i);
+            store(&residual_[row * shape_.hidden + i], stored * scale);
         }
 }
 

@@ -1,4 +1,4 @@
-// The check whether the kernels run here. Only this file must run on any CPU; the others may use AVX-512 anywhere.
+// The check whether the kernels run here. These functions must run on any CPU; the others may use the set anywhere.
 #include "abi.h"
 
 #if defined(__x86_64__)
@@ -11,13 +11,30 @@ extern "C" {
 
 PDSERVE_ANY_CPU int pdserve_abi(void) { return PDSERVE_ABI; }
 
+// Returns the name of the set that this library is for, which PDSERVE_ISA takes.
+PDSERVE_ANY_CPU const char* pdserve_isa(void) {
+#if defined(__AVX512BF16__)
+    return "avx512_bf16";
+#elif defined(__AVX512F__)
+    return "avx512";
+#else
+    return "avx2";
+#endif
+}
+
 PDSERVE_ANY_CPU const char* pdserve_missing(void) {
+    if (!__builtin_cpu_supports("avx2")) return "avx2";
+    if (!__builtin_cpu_supports("fma")) return "fma";
+#ifdef __AVX512F__
     if (!__builtin_cpu_supports("avx512f")) return "avx512f";
     if (!__builtin_cpu_supports("avx512bw")) return "avx512bw";
     if (!__builtin_cpu_supports("avx512vl")) return "avx512vl";
     if (!__builtin_cpu_supports("avx512dq")) return "avx512dq";
     if (!__builtin_cpu_supports("avx512vnni")) return "avx512_vnni";
+#endif
+#ifdef __AVX512BF16__
     if (!__builtin_cpu_supports("avx512bf16")) return "avx512_bf16";
+#endif
     return "";
 }
 

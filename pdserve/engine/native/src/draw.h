@@ -41,9 +41,9 @@ struct DrawScratch {
 };
 
 inline float largest_of(const float* logits, long count) {
-    __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    for (long i = 0; i < count; i += kLanes) top = _mm512_max_ps(top, _mm512_mask_loadu_ps(top, first_lanes(count - i), logits + i));
-    return _mm512_reduce_max_ps(top);
+    F16 top = broadcast(-std::numeric_limits<float>::infinity());
+    for (long i = 0; i < count; i += kLanes) top = max(top, load(logits + i, first_lanes(count - i), top));
+    return largest_lane(top);
 }
 
 constexpr int32_t kNoToken = -1;  // NO_TOKEN of core/step_plan.py
@@ -51,75 +51,74 @@ constexpr int32_t kNoToken = -1;  // NO_TOKEN of core/step_plan.py
 // Returns the largest logit as `largest_of` does, but NaN when one of them is NaN. Each comparison is independent, while each
 // maximum waits for the one before it, so the test costs little.
 inline float top_of(const float* logits, long count) {
-    __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __mmask16 odd = 0;
+    F16 top = broadcast(-std::numeric_limits<float>::infinity());
+    Mask odd = lanes_of(0);
     for (long i = 0; i < count; i += kLanes) {
-        const __m512 x = _mm512_mask_loadu_ps(top, first_lanes(count - i), logits + i);
-        odd |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        top = _mm512_max_ps(top, x);
+        const F16 x = load(logits + i, first_lanes(count - i), top);
+        odd = odd | no_number(x);
+        top = max(top, x);
     }
-    return odd ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(top);
+    return any(odd) ? std::numeric_limits<float>::quiet_NaN() : largest_lane(top);
 }
 
 // Returns the lowest id of the largest logit; kNoToken when this logit is not a finite number.
 inline int32_t best_of(const float* logits, long count) {
     const float best = top_of(logits, count);
     if (!std::isfinite(best)) return kNoToken;
-    const __m512 wanted = _mm512_set1_ps(best);
+    const F16 wanted = broadcast(best);
     for (long i = 0; i < count; i += kLanes) {
-        const __mmask16 lanes = first_lanes(count - i);
-        const __mmask16 found = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), wanted, _CMP_EQ_OQ);
+        const Mask lanes = first_lanes(count - i);
+        const uint32_t found = bits_of(lanes & equal(load(logits + i, lanes), wanted));
         if (found) return int32_t(i + __builtin_ctz(found));
     }
     return kNoToken;  // not reached: one of them is the largest
 }
 
-inline __m512 step(__m512 sum, __m512 by, float next) { return _mm512_add_ps(_mm512_mul_ps(sum, by), _mm512_set1_ps(next)); }
+inline F16 step(F16 sum, F16 by, float next) { return sum * by + broadcast(next); }
 
 // Returns e^x for x up to 0, rounded to a multiple of 2^-34. It is exactly 1 at 0, and 0 below -25, where it would round to 0
 // anyway. It is exp_lanes with separate multiplications and additions, so that torch can compute the same bits.
-inline __m512 weight_lanes(__m512 x) {
-    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-25.0f), _CMP_GE_OQ);
-    if (!counts) return _mm512_setzero_ps();
-    const __m512 bounded = _mm512_maskz_mov_ps(counts, x);
-    const __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504089f)), 0);
-    __m512 rest = _mm512_sub_ps(bounded, _mm512_mul_ps(turns, _mm512_set1_ps(0.693359375f)));
-    rest = _mm512_add_ps(rest, _mm512_mul_ps(turns, _mm512_set1_ps(2.12194440e-4f)));
-    __m512 sum = step(_mm512_set1_ps(1.9875691500e-4f), rest, 1.3981999507e-3f);
+inline F16 weight_lanes(F16 x) {
+    const Mask counts = at_least(x, broadcast(-25.0f));
+    if (!any(counts)) return zeros();
+    const F16 bounded = keep(counts, x);
+    const F16 turns = round_even(bounded * broadcast(1.44269504089f));
+    F16 rest = bounded - turns * broadcast(0.693359375f);
+    rest = rest + turns * broadcast(2.12194440e-4f);
+    F16 sum = step(broadcast(1.9875691500e-4f), rest, 1.3981999507e-3f);
     sum = step(sum, rest, 8.3334519073e-3f);
     sum = step(sum, rest, 4.1665795894e-2f);
     sum = step(sum, rest, 1.6666665459e-1f);
     sum = step(sum, rest, 5.0000001201e-1f);
-    sum = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(rest, rest), sum), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
-    const __m512 power = _mm512_maskz_scalef_ps(counts, sum, turns);
-    const __m512 coarse = _mm512_set1_ps(0x1p-11f);  // just above it float32 has steps of 2^-34, and wider ones further up
-    const __mmask16 fine = _mm512_cmp_ps_mask(power, coarse, _CMP_LT_OQ);
-    return _mm512_mask_sub_ps(power, fine, _mm512_add_ps(power, coarse), coarse);
+    sum = rest * rest * sum + (rest + broadcast(1.0f));
+    const F16 power = raise(counts, sum, turns);
+    const F16 coarse = broadcast(0x1p-11f);  // just above it float32 has steps of 2^-34, and wider ones further up
+    const Mask fine = less(power, coarse);
+    return select(fine, power + coarse - coarse, power);
 }
 
 // Writes e^((x - largest) / temperature) of a row, and zeros up to a whole block. Returns the sum of all.
 inline double weigh(const float* logits, long count, float largest, double temperature, Lines<float>& weights) {
-    const __m512 top = _mm512_set1_ps(largest);
-    const __m512 inverse = _mm512_set1_ps(1.0f / std::max(float(temperature), 1e-30f));
+    const F16 top = broadcast(largest);
+    const F16 inverse = broadcast(1.0f / std::max(float(temperature), 1e-30f));
     weights.resize(round_up(count, kBlock));
-    __m512d sum[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+    DoubleSum sum;
     for (long i = 0; i < count; i += kLanes) {
-        const __mmask16 lanes = first_lanes(count - i);
-        const __m512 below = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i), top);
-        const __m512 weight = _mm512_maskz_mov_ps(lanes, weight_lanes(_mm512_mul_ps(below, inverse)));
-        _mm512_store_ps(&weights[i], weight);
-        sum[0] = _mm512_add_pd(sum[0], _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
-        sum[1] = _mm512_add_pd(sum[1], _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+        const Mask lanes = first_lanes(count - i);
+        const F16 below = load(logits + i, lanes) - top;
+        const F16 weight = keep(lanes, weight_lanes(below * inverse));
+        store(&weights[i], weight);
+        sum.add(weight);
     }
     std::fill(weights.begin() + round_up(count, kLanes), weights.end(), 0.0f);
-    return _mm512_reduce_add_pd(_mm512_add_pd(sum[0], sum[1]));
+    return sum.total();
 }
 
 inline void keep_from(float edge, DrawScratch& s) {
     s.kept.clear();
-    const __m512 least = _mm512_set1_ps(edge);
+    const F16 least = broadcast(edge);
     for (long i = 0; i < long(s.weights.size()); i += kLanes)
-        for (uint32_t found = _mm512_cmp_ps_mask(_mm512_load_ps(&s.weights[i]), least, _CMP_GE_OQ); found; found &= found - 1) {
+        for (uint32_t found = bits_of(at_least(load(&s.weights[i]), least)); found; found &= found - 1) {
             const long id = i + __builtin_ctz(found);
             if (s.weights[id] > 0) s.kept.push_back({s.weights[id], int32_t(id)});
         }
@@ -186,9 +185,9 @@ inline int32_t pick(double uniform, double total, const Lines<float>& weights) {
     double reached = 0;
     int32_t last = 0;
     for (long i = 0; i < long(weights.size()); i += kBlock) {
-        __m512d sum = _mm512_setzero_pd();
-        for (long j = i; j < i + kBlock; j += 8) sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm256_load_ps(&weights[j])));
-        const double block = _mm512_reduce_add_pd(sum);
+        DoubleSum sum;
+        for (long j = i; j < i + kBlock; j += kLanes) sum.add(load(&weights[j]));
+        const double block = sum.total();
         if (block > 0) last = int32_t(i);
         if (reached + block > uniform * total) break;
         reached += block;

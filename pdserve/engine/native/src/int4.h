@@ -19,26 +19,19 @@ constexpr long kGroup4 = 32;
 constexpr long kGroup4Words = kGroup4 / 2;             // words of x in a group
 constexpr long kGroup4Lines = 2 + kGroup4Words / 2;    // one line of scales, one of leasts, then lines of codes for two words of k each
 constexpr long kGroup4Stride = kGroup4Lines * kLanes;  // in words
-constexpr int kMostRows4 = 6;                          // registers hold the sums of a group beside those of whole rows
+constexpr int kMostRows4 = kRows / 2;                  // registers hold the sums of a group beside those of whole rows
 
-inline __m512i code_table() {  // it has 0 to 15 twice, so that the fifth bit of an index does not matter
-    alignas(64) bf16 values[32];
-    for (int i = 0; i < 32; i++) {
-        const float value = float(i % 16);
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        values[i] = bf16(bits >> 16);
-    }
-    return _mm512_load_si512(values);
+inline Table code_table() {
+    return Table({0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170});
 }
 
 // Writes the sum of the activations of each group of each row. to: [rows, k / kGroup4].
 inline void sum_groups(const Rows& x, long rows, long words, float* to) {
-    const __m512i ones = _mm512_set1_epi16(0x3F80);
+    const I16 ones = broadcast(0x3F803F80);
     for (long row = 0; row < rows; row++)
         for (long k = 0; k < words; k += kGroup4Words) {
-            const __m512i group = _mm512_loadu_si512(x.words + row * x.stride + k);
-            *to++ = sum_lanes(Bf16Dot::add(_mm512_setzero_ps(), group, ones));
+            const I16 group = load_words(x.words + row * x.stride + k);
+            *to++ = sum_lanes(Bf16Dot::add(zeros(), group, ones));
         }
 }
 
@@ -54,47 +47,47 @@ inline Rows rows_from(Rows x, long row) {
 // meanwhile, or null.
 template <int R>
 inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w, const uint32_t* panel, const uint32_t* ahead,
-                  __m512 (&sum)[R][2]) {
+                  F16 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
-    const __m512i table = code_table();
+    const Table table = code_table();
     const long groups = w.words / kGroup4Words;
-    __m512 total[R][2];
+    F16 total[R][2];
     PDSERVE_UNROLL(6)
-    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
     for (long group = 0; group < groups; group++, panel += kGroup4Stride, from += kGroup4Words) {
         if (ahead != nullptr) {
             for (long line = 0; line < kGroup4Lines; line++) _mm_prefetch((const char*)(ahead + line * kLanes), _MM_HINT_T1);
             ahead += kGroup4Stride;
         }
-        __m512 part[R][2];
+        F16 part[R][2];
         PDSERVE_UNROLL(6)
-        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_setzero_ps();
+        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = zeros();
         for (long i = 0; i < kGroup4Words; i += 2) {
-            const __m512i codes = _mm512_loadu_si512(panel + 2 * kLanes + i / 2 * kLanes);
-            const __m512i low = _mm512_permutexvar_epi16(codes, table);
-            const __m512i high = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-            const __m512i low_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-            const __m512i high_next = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+            const I16 codes = load_words(panel + 2 * kLanes + i / 2 * kLanes);
+            const I16 low = table[codes];
+            const I16 high = table[shift_right_halves(codes, 4)];
+            const I16 low_next = table[shift_right_halves(codes, 8)];
+            const I16 high_next = table[shift_right_halves(codes, 12)];
             PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
-                const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i]));
+                const I16 spread = broadcast(int32_t(from[r * x.stride + i]));
                 part[r][0] = Bf16Dot::add(part[r][0], spread, low);
                 part[r][1] = Bf16Dot::add(part[r][1], spread, high);
             }
             PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
-                const __m512i spread = _mm512_set1_epi32(int(from[r * x.stride + i + 1]));
+                const I16 spread = broadcast(int32_t(from[r * x.stride + i + 1]));
                 part[r][0] = Bf16Dot::add(part[r][0], spread, low_next);
                 part[r][1] = Bf16Dot::add(part[r][1], spread, high_next);
             }
         }
         for (int half = 0; half < 2; half++) {
-            const __m512 scale = load_bf16((const bf16*)panel + half * kLanes);
-            const __m512 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
+            const F16 scale = load_bf16((const bf16*)panel + half * kLanes);
+            const F16 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
             PDSERVE_UNROLL(6)
             for (int r = 0; r < R; r++) {
-                total[r][half] = _mm512_fmadd_ps(part[r][half], scale, total[r][half]);
-                total[r][half] = _mm512_fmadd_ps(_mm512_set1_ps(x_sums[r * groups + group]), least, total[r][half]);
+                total[r][half] = fma(part[r][half], scale, total[r][half]);
+                total[r][half] = fma(broadcast(x_sums[r * groups + group]), least, total[r][half]);
             }
         }
     }
@@ -111,7 +104,7 @@ void multiply_int4(const Rows& x, long rows, const Weight& w, long panel, long p
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* ahead = single ? w.panel(p) + kAheadWords : w.panel(p + 1);
         row_pieces<kMostRows4>(0, rows, [&]<int R>(long first) {
-            __m512 sum[R][2];
+            F16 sum[R][2];
             sums4<R>(x, first, x.sums + first * groups, w, w.panel(p), ahead, sum);
             if (!single) ahead = nullptr;
             for (int r = 0; r < R; r++) out(first + r, p * kPanel, sum[r][0], sum[r][1]);

@@ -1,5 +1,4 @@
-// The C interface; no exception leaves it. All files except cpu.cpp are compiled for CPUs with AVX-512 and its bfloat16 and
-// 8-bit dot products. cpu.cpp tells whether this is such a CPU.
+// The C interface; no exception leaves it.
 #include <new>
 #include <stdexcept>
 #include <system_error>

@@ -14,6 +14,9 @@ namespace pdserve {
 
 constexpr float kSmallestScale = 0x1p-100f;  // a smaller scale becomes 0, so that 1 / scale is finite
 
+// True if pairs of the last sixteen of 32 dimensions are among the lanes.
+inline bool has_upper(Mask pairs) { return bits_of(pairs) >> 8 != 0; }
+
 // Every format has three functions. `bytes` gives the bytes of one token of a head. `load` returns 32 dimensions from `from` on
 // as bfloat16; those outside `pairs` are any finite numbers. `store` writes sixteen dimensions. Quantised formats also have
 // `widen16`, the inverse of `store`.
@@ -21,43 +24,40 @@ constexpr float kSmallestScale = 0x1p-100f;  // a smaller scale becomes 0, so th
 struct Bf16Kv {
     static constexpr bool kScaled = false;
     static constexpr long bytes(long dim) { return dim * 2; }
-    static __m512i load(const uint8_t* row, long from, __mmask16 pairs) { return _mm512_maskz_loadu_epi32(pairs, row + from * 2); }
-    static void store(uint8_t* row, long at, __m512 value) { store_bf16((bf16*)row + at, value); }
+    static I16 load(const uint8_t* row, long from, Mask pairs) { return load_words(row + from * 2, pairs); }
+    static void store(uint8_t* row, long at, F16 value) { store_bf16((bf16*)row + at, value); }
 };
 
 struct Fp32Kv {
     static constexpr bool kScaled = false;
     static constexpr long bytes(long dim) { return dim * 4; }
-    static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
+    static I16 load(const uint8_t* row, long from, Mask pairs) {
         const float* at = (const float*)row + from;
-        const __m512 low = _mm512_loadu_ps(at);  // a head is a whole number of vectors
-        const __m512 high = _mm512_maskz_loadu_ps(pairs >> 8 ? 0xFFFF : 0, at + kLanes);
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        const F16 low = pdserve::load(at);  // a head is a whole number of vectors
+        const F16 high = has_upper(pairs) ? pdserve::load(at + kLanes) : zeros();
+        return narrow_pairs(low, high);
     }
-    static void store(uint8_t* row, long at, __m512 value) { _mm512_storeu_ps((float*)row + at, value); }
+    static void store(uint8_t* row, long at, F16 value) { pdserve::store((float*)row + at, value); }
 };
 
 // Rounds to the nearest whole number, halves upwards, within [-largest, largest].
-inline __m512i whole_lanes(__m512 value, float largest) {
-    const __m512 up = _mm512_roundscale_ps(_mm512_add_ps(value, _mm512_set1_ps(0.5f)), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(up, _mm512_set1_ps(-largest)), _mm512_set1_ps(largest)));
+inline I16 whole_lanes(F16 value, float largest) {
+    const F16 up = round_down(value + broadcast(0.5f));
+    return to_ints(min(max(up, broadcast(-largest)), broadcast(largest)));
 }
 
 struct Int8Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 127;
     static constexpr long bytes(long dim) { return dim; }
-    static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
-        const __m256i stored = _mm256_maskz_loadu_epi16(pairs, row + from);
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(stored)));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(stored, 1)));
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    static I16 load(const uint8_t* row, long from, Mask pairs) {
+        return narrow_pairs(widen16(row, from), has_upper(pairs) ? widen16(row, from + kLanes) : zeros());
     }
-    static __m512 widen16(const uint8_t* row, long at) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(row + at))));
+    static F16 widen16(const uint8_t* row, long at) {
+        return to_floats(widen_signed_bytes(_mm_loadu_si128((const __m128i*)(row + at))));
     }
-    static void store(uint8_t* row, long at, __m512 value) {
-        _mm_storeu_si128((__m128i*)(row + at), _mm512_cvtepi32_epi8(whole_lanes(value, kLargest)));
+    static void store(uint8_t* row, long at, F16 value) {
+        _mm_storeu_si128((__m128i*)(row + at), low_bytes(whole_lanes(value, kLargest)));
     }
 };
 
@@ -66,39 +66,40 @@ struct Fp8Kv {
     static constexpr float kLargest = 448;
     static constexpr long bytes(long dim) { return dim; }
     // For a normal number, the exponent's bias is raised from 7 to 127. The eight smaller numbers stand in a table.
-    static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
-        const __m512i stored = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi16(pairs, row + from));
-        const __m512i size = _mm512_and_si512(stored, _mm512_set1_epi16(0x7F));
-        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
-        const __m512i small = _mm512_castsi128_si512(_mm_set_epi16(0x3C60, 0x3C40, 0x3C20, 0x3C00, 0x3BC0, 0x3B80, 0x3B00, 0));
-        const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
-        const __m512i found = _mm512_mask_permutexvar_epi16(normal, is_small, size, small);
-        return _mm512_or_si512(found, _mm512_slli_epi16(_mm512_srli_epi16(stored, 7), 15));
+    static I16 load(const uint8_t* row, long from, Mask pairs) {
+        static const Table small({0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60});
+        const __m128i* bytes = (const __m128i*)(row + from);
+        const I16 stored = widen_to_halves(_mm_loadu_si128(bytes), has_upper(pairs) ? _mm_loadu_si128(bytes + 1) : _mm_setzero_si128());
+        const I16 size = stored & broadcast(0x007F007F);
+        const I16 normal = shift_left(size, 4) + broadcast(0x3C003C00);
+        const I16 above = shift_right(size + broadcast(0x00780078), 7) & broadcast(0x00010001);  // 1 from 8 on
+        const I16 chosen = shift_left(above, 16) - above;  // all bits of a half where `above` has a 1
+        return (normal & chosen) | (small[size] - (small[size] & chosen)) | shift_left(stored & broadcast(0x00800080), 8);
     }
-    static __m512 widen16(const uint8_t* row, long at) {
-        const __m512i stored = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(row + at)));
-        const __m512i size = _mm512_and_si512(stored, _mm512_set1_epi32(0x7F));
-        const __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
-        const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(0x1p-9f));
-        const __mmask16 is_small = _mm512_cmplt_epu32_mask(size, _mm512_set1_epi32(8));
-        const __m512i found = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
-        return _mm512_castsi512_ps(_mm512_or_si512(found, _mm512_slli_epi32(_mm512_srli_epi32(stored, 7), 31)));
+    static F16 widen16(const uint8_t* row, long at) {
+        const I16 stored = widen_bytes(_mm_loadu_si128((const __m128i*)(row + at)));
+        const I16 size = stored & broadcast(0x7F);
+        const I16 normal = shift_left(size, 20) + broadcast(120 << 23);
+        const F16 small = to_floats(size) * broadcast(0x1p-9f);
+        const Mask is_small = less(to_floats(size), broadcast(8.0f));
+        const I16 found = select(is_small, as_ints(small), normal);
+        return as_floats(found | shift_left(shift_right(stored, 7), 31));
     }
     // Rounds to nearest, halves to even.
-    static void store(uint8_t* row, long at, __m512 value) {
-        const __m512 bounded = _mm512_min_ps(_mm512_max_ps(value, _mm512_set1_ps(-kLargest)), _mm512_set1_ps(kLargest));
-        const __m512 size = _mm512_abs_ps(bounded);
-        __m512i bits = _mm512_castps_si512(size);  // the last 20 of the 23 mantissa bits are dropped
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
-        bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
-        const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(120 << 3));
+    static void store(uint8_t* row, long at, F16 value) {
+        const F16 bounded = min(max(value, broadcast(-kLargest)), broadcast(kLargest));
+        const F16 size = absolute(bounded);
+        I16 bits = as_ints(size);  // the last 20 of the 23 mantissa bits are dropped
+        const I16 odd = shift_right(bits, 20) & broadcast(1);
+        bits = bits + (odd + broadcast(0x7FFFF));
+        const I16 normal = shift_right(bits, 20) - broadcast(120 << 3);
         // Neighbours of 2^14 are 2^-9 apart, as the numbers below 2^-6 are.
-        const __m512 raised = _mm512_add_ps(size, _mm512_set1_ps(0x1p14f));
-        const __m512i small = _mm512_sub_epi32(_mm512_castps_si512(raised), _mm512_set1_epi32(0x46800000));
-        const __mmask16 is_small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-6f), _CMP_LT_OQ);
-        const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(bounded), 31), 7);
-        const __m512i number = _mm512_or_si512(_mm512_mask_mov_epi32(normal, is_small, small), sign);
-        _mm_storeu_si128((__m128i*)(row + at), _mm512_cvtepi32_epi8(number));
+        const F16 raised = size + broadcast(0x1p14f);
+        const I16 small = as_ints(raised) - broadcast(0x46800000);
+        const Mask is_small = less(size, broadcast(0x1p-6f));
+        const I16 sign = shift_left(shift_right(as_ints(bounded), 31), 7);
+        const I16 number = select(is_small, small, normal) | sign;
+        _mm_storeu_si128((__m128i*)(row + at), low_bytes(number));
     }
 };
 
@@ -106,21 +107,22 @@ struct Int4Kv {
     static constexpr bool kScaled = true;
     static constexpr float kLargest = 7;
     static constexpr long bytes(long dim) { return dim / 2; }
-    static __m512i load(const uint8_t* row, long from, __mmask16 pairs) {
-        const __m512i byte = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(pairs, row + from / 2));
-        const __m512i halves = _mm512_and_si512(_mm512_or_si512(byte, _mm512_slli_epi32(byte, 12)), _mm512_set1_epi32(0x000F000F));
-        alignas(32) static const bf16 numbers[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
-                                                     0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
-        return _mm512_permutexvar_epi16(halves, _mm512_castsi256_si512(_mm256_load_si256((const __m256i*)numbers)));
+    static I16 load(const uint8_t* row, long from, Mask pairs) {
+        static const Table numbers({0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
+                                    0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0});
+        const __m128i* bytes = (const __m128i*)(row + from / 2);
+        const I16 byte = widen_bytes(has_upper(pairs) ? _mm_loadu_si128(bytes) : _mm_loadl_epi64(bytes));
+        return numbers[(byte | shift_left(byte, 12)) & broadcast(0x000F000F)];
     }
-    static __m512 widen16(const uint8_t* row, long at) {
-        const __m512i byte = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)(row + at / 2)));
-        const __m512i halves = _mm512_and_si512(_mm512_or_si512(byte, _mm512_slli_epi64(byte, 28)), _mm512_set1_epi32(15));
-        return _mm512_cvtepi32_ps(_mm512_sub_epi32(halves, _mm512_set1_epi32(8)));
+    static F16 widen16(const uint8_t* row, long at) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i*)(row + at / 2)), last = _mm_set1_epi8(15);
+        const __m128i even = _mm_and_si128(bytes, last), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), last);
+        return to_floats(widen_bytes(_mm_unpacklo_epi8(even, odd)) - broadcast(8));
     }
-    static void store(uint8_t* row, long at, __m512 value) {
-        const __m512i halves = _mm512_add_epi32(whole_lanes(value, kLargest), _mm512_set1_epi32(8));
-        _mm_storel_epi64((__m128i*)(row + at / 2), _mm512_cvtepi64_epi8(_mm512_or_si512(halves, _mm512_srli_epi64(halves, 28))));
+    static void store(uint8_t* row, long at, F16 value) {
+        const __m128i numbers = low_bytes(whole_lanes(value, kLargest) + broadcast(8));
+        const __m128i pairs = _mm_maddubs_epi16(numbers, _mm_set1_epi16(0x1001));  // even + 16 * odd
+        _mm_storel_epi64((__m128i*)(row + at / 2), _mm_packus_epi16(pairs, pairs));
     }
 };
 
@@ -142,22 +144,22 @@ inline bool with_format(int64_t format, const Function& f) {
 // otherwise they stay as they are. A block without older tokens has no scale yet: the memory holds a former owner's value.
 template <class Kv>
 inline void quantise_head(const float* values, long stride, long first, long count, long dim, uint8_t* rows, float* scale_at) {
-    __m512 highest = _mm512_setzero_ps();
+    F16 highest = zeros();
     for (long i = 0; i < count; i++)
         for (long at = 0; at < dim; at += kLanes)
-            highest = _mm512_max_ps(highest, _mm512_abs_ps(_mm512_loadu_ps(values + i * stride + at)));
-    const float needed = _mm512_reduce_max_ps(highest) / Kv::kLargest, before = first > 0 ? *scale_at : 0.0f;
+            highest = max(highest, absolute(pdserve::load(values + i * stride + at)));
+    const float needed = largest_lane(highest) / Kv::kLargest, before = first > 0 ? *scale_at : 0.0f;
     const float scale = std::max(before, needed < kSmallestScale ? 0.0f : needed);
-    const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f), old = _mm512_set1_ps(before);
+    const F16 inverse = broadcast(scale > 0 ? 1.0f / scale : 0.0f), old = broadcast(before);
     if (scale > before)
         for (long i = 0; i < first; i++)
             for (long at = 0; at < dim; at += kLanes) {
                 uint8_t* row = rows + i * Kv::bytes(dim);
-                Kv::store(row, at, _mm512_mul_ps(_mm512_mul_ps(Kv::widen16(row, at), old), inverse));
+                Kv::store(row, at, Kv::widen16(row, at) * old * inverse);
             }
     for (long i = 0; i < count; i++)
         for (long at = 0; at < dim; at += kLanes)
-            Kv::store(rows + (first + i) * Kv::bytes(dim), at, _mm512_mul_ps(_mm512_loadu_ps(values + i * stride + at), inverse));
+            Kv::store(rows + (first + i) * Kv::bytes(dim), at, pdserve::load(values + i * stride + at) * inverse);
     *scale_at = scale;
 }
 

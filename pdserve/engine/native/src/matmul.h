@@ -4,10 +4,11 @@
 //
 // Operands are words of 32 bits: two bfloat16 or four 8-bit integers that are neighbours in k, as the CPU's dot-product
 // instructions take them. A panel holds kPanel columns. For each word of k it has kPanel words, so the innermost loop reads it
-// from front to end. A tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both halves it
-// needs 14 loads, which the two load ports give in half the time of the products.
+// from front to end. With AVX-512, a tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both
+// halves it needs 14 loads, which the two load ports give in half the time of the products.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -18,52 +19,142 @@
 namespace pdserve {
 
 constexpr int kPanel = 2 * kLanes;
-constexpr int kRows = 12;
-constexpr int kPairRows = 6;              // rows of a tile of two panels, which has as many accumulators
 constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
 constexpr long kGroupWords = kGroup / 4;
 // The distance at which a product of few rows prefetches its weights: 8 KiB.
 constexpr long kAheadWords = 64 * kPanel;
 
+// Rows of a tile of one panel and of a tile of two panels, and the halves of panels that are multiplied at once.
+#if defined(__AVX512BF16__)
+constexpr int kRows = 12, kPairRows = 6;
+template <int R, int Panels>
+constexpr int kHalves = 2 * Panels;
+#elif defined(__AVX512F__)
+constexpr int kRows = 12, kPairRows = 5;  // a sixth row would leave no register for the floats of x
+template <int R, int Panels>
+constexpr int kHalves = 2 * Panels;
+#else
+constexpr int kRows = 5, kPairRows = 5;  // sixteen registers hold them for half a panel, beside its weights and a number of x
+template <int R, int Panels>
+constexpr int kHalves = R == 1 ? 2 : 1;  // one row of half a panel has too few multiply-adds that do not wait for each other
+#endif
+
+// Returns the even and the odd bfloat16 of each word, as floats.
+inline F16 even_halves(I16 words) { return as_floats(shift_left(words, 16)); }
+inline F16 odd_halves(I16 words) { return as_floats(words & broadcast(int32_t(0xFFFF0000))); }
+
+// Adds products of two bfloat16. The instruction is, bit for bit, a chain of two multiply-adds, the odd number first; subnormal
+// numbers are zero in both (see `Flush`).
 struct Bf16Dot {
     static constexpr int kMostRows = kRows;
-    using Sum = __m512;
-    static Sum zero() { return _mm512_setzero_ps(); }
-    static Sum add(Sum sum, __m512i x, __m512i w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+#ifdef __AVX512BF16__
+    static constexpr bool kByFloats = false;
+#else
+    static constexpr bool kByFloats = true;
+#endif
+    using Sum = F16;
+    static Sum add(Sum sum, I16 x, I16 w) {
+#ifdef __AVX512BF16__
+        return _mm512_dpbf16_ps(sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
+#else
+        return fma(even_halves(x), even_halves(w), fma(odd_halves(x), odd_halves(w), sum));
+#endif
+    }
 };
 
-struct Int8Dot {  // x signed, w unsigned; the sum is exact
+// Adds products of four 8-bit integers, x signed, w unsigned; the sum is exact. `start` takes -128 times the sum of x.
+struct Int8Dot {
+    static constexpr bool kByFloats = false;
     static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
-    using Sum = __m512i;
+    using Sum = I16;
+#ifdef __AVX512VNNI__
+    static Sum start(int32_t offset) { return broadcast(offset); }
     // gcc 12 copies the sum before and after the intrinsic, so the instruction is written out.
-    static Sum add(Sum sum, __m512i x, __m512i w) {
+    static Sum add(Sum sum, I16 x, I16 w) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
         return sum;
     }
+#else
+    // Signed weights, at most 127: then no sum of two products leaves 16 bits, and no offset is needed.
+    static Sum start(int32_t) { return broadcast(0); }
+    static Sum add(Sum sum, I16 x, I16 w) { return {add(sum.low, x.low, w.low), add(sum.high, x.high, w.high)}; }
+    static __m256i add(__m256i sum, __m256i x, __m256i w) {
+        const __m256i whole = _mm256_xor_si256(w, _mm256_set1_epi8(int8_t(0x80)));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(whole, x));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+#endif
 };
+
+constexpr long kFloatWords = 64;  // words of a row that are floats at once: a few KiB for all rows of a tile
+
+// Does what `tile` does, for CPUs that multiply floats only. The words of x become floats before the loop: in it, each of them
+// would take two instructions that compete with the multiply-adds.
+template <int R, int Panels, class Meanwhile>
+inline void float_tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words, F16 (&sum)[R][2 * Panels],
+                       const Meanwhile& meanwhile) {
+    constexpr int halves = kHalves<R, Panels>;
+    alignas(64) float even[R][kFloatWords], odd[R][kFloatWords];
+    for (long begin = 0; begin < words; begin += kFloatWords) {
+        const long count = std::min(kFloatWords, words - begin);
+        for (int r = 0; r < R; r++)
+            for (long k = 0; k < count; k += kLanes) {
+                const I16 pairs = load_words(x + r * x_stride + begin + k, first_lanes(count - k));
+                store(&even[r][k], even_halves(pairs)), store(&odd[r][k], odd_halves(pairs));
+            }
+        for (int first = 0; first < 2 * Panels; first += halves) {
+            F16 at[R][halves];
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < halves; h++) at[r][h] = sum[r][first + h];
+            for (long k = 0; k < count; k++) {
+                F16 even_weights[halves], odd_weights[halves];
+                for (int h = 0; h < halves; h++) {
+                    const I16 half = load_words(panel + (first + h) / 2 * panel_words + (begin + k) * kPanel + (first + h) % 2 * kLanes);
+                    even_weights[h] = even_halves(half), odd_weights[h] = odd_halves(half);
+                }
+                if (first == 0) meanwhile(begin + k);
+                PDSERVE_UNROLL(12)
+                for (int r = 0; r < R; r++) {
+                    const F16 one = broadcast(even[r][k]), other = broadcast(odd[r][k]);
+                    for (int h = 0; h < halves; h++) at[r][h] = fma(one, even_weights[h], fma(other, odd_weights[h], at[r][h]));
+                }
+            }
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++)
+                for (int h = 0; h < halves; h++) sum[r][first + h] = at[r][h];
+        }
+    }
+}
 
 // Adds to sum[r] the product of row r of x with `Panels` panels. The first panel is at `panel`, and each next one `panel_words`
 // later. x_stride is in words. meanwhile(k) is called with each word, for prefetches.
 template <class Dot, int R, int Panels, class Meanwhile>
 inline void tile(const uint32_t* x, long x_stride, const uint32_t* panel, long panel_words, long words,
                  typename Dot::Sum (&sum)[R][2 * Panels], const Meanwhile& meanwhile) {
-    typename Dot::Sum at[R][2 * Panels];  // gcc 12 keeps these in registers, but not values behind a reference
-    PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2 * Panels; h++) at[r][h] = sum[r][h];
-    for (long k = 0; k < words; k++) {
-        __m512i half[2 * Panels];
-        for (int h = 0; h < 2 * Panels; h++) half[h] = _mm512_loadu_si512(panel + h / 2 * panel_words + k * kPanel + h % 2 * kLanes);
-        meanwhile(k);
+    constexpr int halves = kHalves<R, Panels>;
+    if constexpr (Dot::kByFloats && R > 1)
+        return float_tile<R, Panels>(x, x_stride, panel, panel_words, words, sum, meanwhile);
+    for (int first = 0; first < 2 * Panels; first += halves) {
+        typename Dot::Sum at[R][halves];  // gcc 12 keeps these in registers, but not values behind a reference
         PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) {
-            const __m512i spread = _mm512_set1_epi32(int(x[r * x_stride + k]));
-            for (int h = 0; h < 2 * Panels; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < halves; h++) at[r][h] = sum[r][first + h];
+        for (long k = 0; k < words; k++) {
+            I16 half[halves];
+            for (int h = 0; h < halves; h++)
+                half[h] = load_words(panel + (first + h) / 2 * panel_words + k * kPanel + (first + h) % 2 * kLanes);
+            if (first == 0) meanwhile(k);
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++) {
+                const I16 spread = broadcast(int32_t(x[r * x_stride + k]));
+                for (int h = 0; h < halves; h++) at[r][h] = Dot::add(at[r][h], spread, half[h]);
+            }
         }
+        PDSERVE_UNROLL(12)
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < halves; h++) sum[r][first + h] = at[r][h];
     }
-    PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2 * Panels; h++) sum[r][h] = at[r][h];
 }
 
 // Calls f<R>(row) for pieces of nearly equal size of rows [first, end), at most `Most` rows each.
@@ -114,30 +205,30 @@ struct Rows {
 
 // Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on.
 template <class Dot, int R, int Lines>
-inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, __m512 (&sum)[R][2]) {
+inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
     };
     PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zeros();
     if constexpr (std::is_same_v<Dot, Bf16Dot>) {
         tile<Dot, R, 1>(from, x.stride, panel, 0, w.words, sum, ask);
     } else {
-        __m512 total[R][2];
+        F16 total[R][2];
         PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = _mm512_setzero_ps();
+        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
         for (long group = 0; group < w.words / kGroupWords; group++) {
-            __m512i part[R][2];
+            I16 part[R][2];
             const long at = group * kGroupWords;
             PDSERVE_UNROLL(12)
-            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = _mm512_set1_epi32(x.offsets[x.group(row + r) + group]);
+            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = Dot::start(x.offsets[x.group(row + r) + group]);
             tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, part, [&](long k) { ask(at + k); });
             PDSERVE_UNROLL(12)
             for (int r = 0; r < R; r++) {
-                const __m512 scale = _mm512_set1_ps(x.scales[x.group(row + r) + group]);
-                total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][0]), scale, total[r][0]);
-                total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][1]), scale, total[r][1]);
+                const F16 scale = broadcast(x.scales[x.group(row + r) + group]);
+                total[r][0] = fma(to_floats(part[r][0]), scale, total[r][0]);
+                total[r][1] = fma(to_floats(part[r][1]), scale, total[r][1]);
             }
         }
         PDSERVE_UNROLL(12)
@@ -147,11 +238,11 @@ inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel
 
 template <class Dot, int R, int Lines, class Out>
 void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    __m512 sum[R][2];
+    F16 sum[R][2];
     sums<Dot, R, Lines>(x, row, w, w.panel(panel), ahead, sum);
     if constexpr (std::is_same_v<Dot, Int8Dot>) {
-        const __m512 low = _mm512_loadu_ps(w.scales + panel * kPanel), high = _mm512_loadu_ps(w.scales + panel * kPanel + kLanes);
-        for (int r = 0; r < R; r++) sum[r][0] = _mm512_mul_ps(sum[r][0], low), sum[r][1] = _mm512_mul_ps(sum[r][1], high);
+        const F16 low = load(w.scales + panel * kPanel), high = load(w.scales + panel * kPanel + kLanes);
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * low, sum[r][1] = sum[r][1] * high;
     }
     for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
 }
@@ -159,10 +250,10 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
 // Computes R rows of two panels in bfloat16. It loads less than two pieces of one panel do: a row's word serves both.
 template <int R, int Lines, class Out>
 void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    __m512 sum[R][4];
+    F16 sum[R][4];
     PDSERVE_UNROLL(6)
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < 4; h++) sum[r][h] = _mm512_setzero_ps();
+        for (int h = 0; h < 4; h++) sum[r][h] = zeros();
     tile<Bf16Dot, R, 2>(x.words + row * x.stride, x.stride, w.panel(panel), w.panel_words, w.words, sum, [&](long k) {
         if constexpr (Lines > 0) _mm_prefetch((const char*)(ahead + k * kLanes), _MM_HINT_T1);
     });
@@ -213,32 +304,32 @@ void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long pan
 struct Store {
     float* to;
     long columns;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         float* at = to + row * columns + column;
-        _mm512_mask_storeu_ps(at, first_lanes(columns - column), low);
-        if (columns - column > kLanes) _mm512_mask_storeu_ps(at + kLanes, first_lanes(columns - column - kLanes), high);
+        store(at, low, first_lanes(columns - column));
+        if (columns - column > kLanes) store(at + kLanes, high, first_lanes(columns - column - kLanes));
     }
 };
 
 struct AddTo {
     float* to;
     long columns;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         float* at = to + row * columns + column;
         add(at, first_lanes(columns - column), low);
         if (columns - column > kLanes) add(at + kLanes, first_lanes(columns - column - kLanes), high);
     }
-    static void add(float* at, __mmask16 lanes, __m512 value) {
-        _mm512_mask_storeu_ps(at, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, at), value));
+    static void add(float* at, Mask lanes, F16 value) {
+        store(at, load(at, lanes) + value, lanes);
     }
 };
 
-template <__m512 (&Activation)(__m512)>
+template <F16 (&Activation)(F16)>
 struct GateMul {  // panels hold sixteen columns of the gate, then the same sixteen of up
     bf16* to;
     long columns;
-    void operator()(long row, long column, __m512 gate, __m512 up) const {
-        store_bf16(to + row * columns + column / 2, _mm512_mul_ps(Activation(gate), up));
+    void operator()(long row, long column, F16 gate, F16 up) const {
+        store_bf16(to + row * columns + column / 2, Activation(gate) * up);
     }
 };
 

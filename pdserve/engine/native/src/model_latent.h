@@ -14,7 +14,7 @@ namespace pdserve {
 struct StoreHalves {
     bf16* to;
     long stride, columns;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         bf16* at = to + row * stride + column;
         store_bf16(at, low, first_lanes(columns - column));
         if (columns - column > kLanes) store_bf16(at + kLanes, high, first_lanes(columns - column - kLanes));

@@ -34,7 +34,7 @@ inline void Model::route(int thread, long index, const Part& part) {
             route_row(products, layer.router_bias.empty() ? nullptr : bias, how, own_[thread].route, &chosen_[row * each],
                       &weights_[row * each]);
             for (long i = 0; i < each; i++) layer.counts[chosen_[row * each + i]].fetch_add(1, std::memory_order_relaxed);
-            if (how.shared_gate) shared_weights_[row] = _mm512_cvtss_f32(sigmoid(_mm512_set1_ps(products[how.experts])));
+            if (how.shared_gate) shared_weights_[row] = first(sigmoid(broadcast(products[how.experts])));
         }
     });
 }

@@ -17,7 +17,7 @@ constexpr float kLeastSum = 1e-20f;  // DeepSeek-V3 adds it to the sum by which 
 // Working memory of one thread for rows of `experts` scores.
 struct RouteScratch {
     Lines<float> scores, ranks;  // padded to whole vectors
-    std::vector<__mmask16> left;  // the experts that may still be chosen, sixteen in each
+    std::vector<uint16_t> left;  // the experts that may still be chosen, sixteen in each
     std::vector<float> groups;    // the scores of groups
     std::vector<uint8_t> taken;   // groups that are chosen
 
@@ -31,30 +31,30 @@ struct RouteScratch {
     }
 };
 
-inline __m512 sigmoid(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exp_lanes(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+inline F16 sigmoid(F16 x) {
+    const F16 one = broadcast(1.0f);
+    return one / (one + exp_lanes(zeros() - x));
 }
 
 // Writes the scores of all experts: the softmax of the products, or the sigmoid of each.
 inline void score_experts(const float* products, const PdMoe& how, float* scores) {
-    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), sum = _mm512_setzero_ps();
+    F16 most = broadcast(-std::numeric_limits<float>::infinity()), sum = zeros();
     const auto each = [&](const auto& f) {
         for (long i = 0; i < how.experts; i += kLanes) f(i, first_lanes(how.experts - i));
     };
     if (how.sigmoid) {
-        each([&](long i, __mmask16 lanes) { _mm512_storeu_ps(scores + i, sigmoid(_mm512_maskz_loadu_ps(lanes, products + i))); });
+        each([&](long i, Mask lanes) { store(scores + i, sigmoid(load(products + i, lanes))); });
         return;
     }
-    each([&](long i, __mmask16 lanes) { most = _mm512_mask_max_ps(most, lanes, most, _mm512_maskz_loadu_ps(lanes, products + i)); });
-    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    each([&](long i, __mmask16 lanes) {
-        const __m512 grown = exp_lanes(_mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, products + i), largest));
-        _mm512_storeu_ps(scores + i, grown);
-        sum = _mm512_mask_add_ps(sum, lanes, sum, grown);
+    each([&](long i, Mask lanes) { most = select(lanes, max(most, load(products + i, lanes)), most); });
+    const F16 largest = broadcast(largest_lane(most));
+    each([&](long i, Mask lanes) {
+        const F16 grown = exp_lanes(load(products + i, lanes) - largest);
+        store(scores + i, grown);
+        sum = select(lanes, sum + grown, sum);
     });
-    const __m512 total = _mm512_set1_ps(sum_lanes(sum));
-    each([&](long i, __mmask16) { _mm512_storeu_ps(scores + i, _mm512_div_ps(_mm512_loadu_ps(scores + i), total)); });
+    const F16 total = broadcast(sum_lanes(sum));
+    each([&](long i, Mask) { store(scores + i, load(scores + i) / total); });
 }
 
 // Leaves only the experts of the best groups. Among equal groups the lowest is better.
@@ -68,28 +68,28 @@ inline void keep_groups(const PdMoe& how, RouteScratch& s) {
         }
         s.groups[group] = how.best_two ? best + second : best;
     }
-    std::fill(s.left.begin(), s.left.end(), __mmask16(0));
+    std::fill(s.left.begin(), s.left.end(), 0);
     std::fill(s.taken.begin(), s.taken.end(), 0);
     for (long chosen = 0; chosen < how.top_groups; chosen++) {
         long best = -1;
         for (long group = 0; group < how.groups; group++)
             if (!s.taken[group] && (best < 0 || s.groups[group] > s.groups[best])) best = group;
         s.taken[best] = 1;
-        for (long i = best * size; i < (best + 1) * size; i++) s.left[i / kLanes] |= __mmask16(1u << i % kLanes);
+        for (long i = best * size; i < (best + 1) * size; i++) s.left[i / kLanes] |= uint16_t(1u << i % kLanes);
     }
 }
 
 // Takes the expert of the highest rank from those that are left, the lowest of equal ones.
 inline int32_t take_expert(const PdMoe& how, RouteScratch& s) {
-    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    F16 most = broadcast(-std::numeric_limits<float>::infinity());
     for (long i = 0; i < how.experts; i += kLanes)
-        most = _mm512_mask_max_ps(most, s.left[i / kLanes], most, _mm512_load_ps(&s.ranks[i]));
-    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        most = select(lanes_of(s.left[i / kLanes]), max(most, load(&s.ranks[i])), most);
+    const F16 largest = broadcast(largest_lane(most));
     for (long i = 0;; i += kLanes) {
-        const __mmask16 found = _mm512_mask_cmp_ps_mask(s.left[i / kLanes], _mm512_load_ps(&s.ranks[i]), largest, _CMP_EQ_OQ);
+        const uint32_t found = s.left[i / kLanes] & bits_of(equal(load(&s.ranks[i]), largest));
         if (found == 0) continue;
         const int lane = __builtin_ctz(found);
-        s.left[i / kLanes] &= ~__mmask16(1u << lane);
+        s.left[i / kLanes] &= uint16_t(~(1u << lane));
         return int32_t(i + lane);
     }
 }
@@ -99,12 +99,12 @@ inline int32_t take_expert(const PdMoe& how, RouteScratch& s) {
 inline void route_row(const float* products, const float* bias, const PdMoe& how, RouteScratch& s, int32_t* experts, float* weights) {
     score_experts(products, how, s.scores.data());
     for (long i = 0; i < how.experts; i += kLanes) {
-        const __mmask16 lanes = first_lanes(how.experts - i);
-        const __m512 score = _mm512_load_ps(&s.scores[i]);
-        const __m512 rank = bias == nullptr ? score : _mm512_add_ps(score, _mm512_maskz_loadu_ps(lanes, bias + i));
-        const __mmask16 none = _mm512_cmp_ps_mask(rank, rank, _CMP_UNORD_Q);
-        _mm512_store_ps(&s.ranks[i], _mm512_mask_mov_ps(rank, none, _mm512_set1_ps(std::numeric_limits<float>::infinity())));
-        s.left[i / kLanes] = lanes;
+        const Mask lanes = first_lanes(how.experts - i);
+        const F16 score = load(&s.scores[i]);
+        const F16 rank = bias == nullptr ? score : score + load(bias + i, lanes);
+        const Mask none = no_number(rank);
+        store(&s.ranks[i], select(none, broadcast(std::numeric_limits<float>::infinity()), rank));
+        s.left[i / kLanes] = uint16_t(bits_of(lanes));
     }
     if (how.groups > how.top_groups) keep_groups(how, s);
     for (long i = 0; i < how.experts_per_token; i++) experts[i] = take_expert(how, s);
@@ -148,14 +148,14 @@ struct AddWeighted {
     long columns;
     const int32_t* rows;
     const float* weights;
-    void operator()(long row, long column, __m512 low, __m512 high) const {
+    void operator()(long row, long column, F16 low, F16 high) const {
         float* at = to + (rows == nullptr ? row : rows[row]) * columns + column;
-        const __m512 by = _mm512_set1_ps(weights[row]);
+        const F16 by = broadcast(weights[row]);
         add(at, first_lanes(columns - column), low, by);
         if (columns - column > kLanes) add(at + kLanes, first_lanes(columns - column - kLanes), high, by);
     }
-    static void add(float* at, __mmask16 lanes, __m512 value, __m512 by) {
-        _mm512_mask_storeu_ps(at, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, at), _mm512_mul_ps(value, by)));
+    static void add(float* at, Mask lanes, F16 value, F16 by) {
+        store(at, load(at, lanes) + value * by, lanes);
     }
 };
 

@@ -10,25 +10,25 @@ namespace pdserve {
 
 // Writes one group of float32 numbers as integers up to 127, and their scale and offset.
 inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset) {
-    __m512 largest = _mm512_setzero_ps();
-    for (long i = 0; i < kGroup; i += kLanes) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-    const float top = _mm512_reduce_max_ps(largest);
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
-    __m512i sum = _mm512_setzero_si512();
+    F16 largest = zeros();
+    for (long i = 0; i < kGroup; i += kLanes) largest = max(largest, absolute(load(x + i)));
+    const float top = largest_lane(largest);
+    const F16 inverse = broadcast(top > 0 ? 127.0f / top : 0.0f);
+    I16 sum = broadcast(0);
     for (long i = 0; i < kGroup; i += kLanes) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
-        sum = _mm512_add_epi32(sum, whole);
-        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(whole));
+        const I16 whole = to_ints(load(x + i) * inverse);
+        sum = sum + whole;
+        _mm_storeu_si128((__m128i*)(to + i), low_bytes(whole));
     }
     scale = top / 127.0f;
-    offset = -128 * _mm512_reduce_add_epi32(sum);
+    offset = -128 * sum_lanes(sum);
 }
 
 // Writes float32 [k] to row `row` of `out`: as integers if `out` has scales, else as bfloat16.
 inline void put_row(const float* x, long k, const Rows& out, long row) {
     if (out.scales == nullptr) {
         bf16* to = (bf16*)(out.words + row * out.stride);
-        for (long i = 0; i < k; i += kLanes) store_bf16(to + i, _mm512_loadu_ps(x + i));
+        for (long i = 0; i < k; i += kLanes) store_bf16(to + i, load(x + i));
         return;
     }
     int8_t* to = (int8_t*)(out.words + row * out.stride);
@@ -40,21 +40,21 @@ inline void put_row(const float* x, long k, const Rows& out, long row) {
 
 // Writes bfloat16 [k] to row `row` of `out` as `put_row` does. `spare` has room for k floats.
 inline void requantise(const bf16* x, long k, float* spare, const Rows& out, long row) {
-    for (long i = 0; i < k; i += kLanes) _mm512_storeu_ps(spare + i, load_bf16(x + i));
+    for (long i = 0; i < k; i += kLanes) store(spare + i, load_bf16(x + i));
     put_row(spare, k, out, row);
 }
 
 // Writes x / rms(x) * weight to `to`, which may be x; both are [k] float32.
 inline void norm_to(const float* x, const float* weight, long k, float eps, float* to) {
-    __m512 squares = _mm512_setzero_ps();
+    F16 squares = zeros();
     for (long i = 0; i < k; i += kLanes) {
-        const __m512 value = _mm512_loadu_ps(x + i);
-        squares = _mm512_fmadd_ps(value, value, squares);
+        const F16 value = load(x + i);
+        squares = fma(value, value, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(sum_lanes(squares) / float(k) + eps));
+    const F16 scale = broadcast(1.0f / std::sqrt(sum_lanes(squares) / float(k) + eps));
     for (long i = 0; i < k; i += kLanes) {
-        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
-        _mm512_storeu_ps(to + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
+        const F16 value = load(x + i) * scale;
+        store(to + i, value * load(weight + i));
     }
 }
 
@@ -66,14 +66,14 @@ inline void norm_row(const float* x, const float* weight, long k, float eps, flo
 
 // Adds [k] float32 to `to`.
 inline void add_to(const float* x, long k, float* to) {
-    for (long i = 0; i < k; i += kLanes) _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_loadu_ps(x + i)));
+    for (long i = 0; i < k; i += kLanes) store(to + i, load(to + i) + load(x + i));
 }
 
 // Bounds a row of logits; see `capped`.
 inline void cap_row(float* x, long count, float bound) {
     for (long i = 0; i < count; i += kLanes) {
-        const __mmask16 lanes = first_lanes(count - i);
-        _mm512_mask_storeu_ps(x + i, lanes, capped(_mm512_maskz_loadu_ps(lanes, x + i), _mm512_set1_ps(bound)));
+        const Mask lanes = first_lanes(count - i);
+        store(x + i, capped(load(x + i, lanes), broadcast(bound)), lanes);
     }
 }
 
@@ -81,15 +81,15 @@ inline void cap_row(float* x, long count, float bound) {
 inline void turn_head(const float* x, const float* table, long dim, float* to) {
     const float *cosine = table, *sine = table + dim;
     const long half = dim / 2;
-    const auto turned = [](__m512 a, __m512 cosines, __m512 b, __m512 sines) {
-        return _mm512_add_ps(_mm512_mul_ps(a, cosines), _mm512_mul_ps(b, sines));
+    const auto turned = [](F16 a, F16 cosines, F16 b, F16 sines) {
+        return a * cosines + b * sines;
     };
     for (long i = 0; i < half; i += kLanes) {
-        const __mmask16 lanes = first_lanes(half - i);
-        const auto load = [lanes](const float* from) { return _mm512_maskz_loadu_ps(lanes, from); };
-        const __m512 low = load(x + i), high = load(x + half + i);
-        _mm512_mask_storeu_ps(to + i, lanes, turned(low, load(cosine + i), high, load(sine + i)));
-        _mm512_mask_storeu_ps(to + half + i, lanes, turned(high, load(cosine + half + i), low, load(sine + half + i)));
+        const Mask lanes = first_lanes(half - i);
+        const auto load = [lanes](const float* from) { return pdserve::load(from, lanes); };
+        const F16 low = load(x + i), high = load(x + half + i);
+        store(to + i, turned(low, load(cosine + i), high, load(sine + i)), lanes);
+        store(to + half + i, turned(high, load(cosine + half + i), low, load(sine + half + i)), lanes);
     }
 }
 
@@ -102,7 +102,7 @@ inline void turn_part(const float* x, const float* table, long turned, long dim,
 // Writes one head to a row of plain K or V, rounded once.
 template <class Kv>
 inline void put_head(const float* x, long dim, uint8_t* to) {
-    for (long i = 0; i < dim; i += kLanes) Kv::store(to, i, _mm512_loadu_ps(x + i));
+    for (long i = 0; i < dim; i += kLanes) Kv::store(to, i, load(x + i));
 }
 
 }  // namespace pdserve

@@ -11,11 +11,11 @@ namespace pdserve {
 // Finds the `most` largest logits, largest first, the lower id first among equals.
 inline void find_likeliest(const float* logits, long count, long most, std::vector<Candidate>& found) {
     found.clear();
-    __m512 least = _mm512_set1_ps(0.0f);
+    F16 least = broadcast(0.0f);
     for (long i = 0; i < count && most > 0; i += kLanes) {
-        const __mmask16 lanes = first_lanes(count - i);
+        const Mask lanes = first_lanes(count - i);
         const bool full = long(found.size()) == most;
-        uint32_t higher = full ? _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), least, _CMP_GT_OQ) : lanes;
+        uint32_t higher = bits_of(full ? lanes & greater(load(logits + i, lanes), least) : lanes);
         if (!higher) continue;
         for (; higher; higher &= higher - 1) {
             const long id = i + __builtin_ctz(higher);
@@ -25,7 +25,7 @@ inline void find_likeliest(const float* logits, long count, long most, std::vect
             if (long(found.size()) == most) found.pop_back();
             found.insert(found.begin() + place, {logits[id], int32_t(id)});
         }
-        least = _mm512_set1_ps(found.back().weight);
+        least = broadcast(found.back().weight);
     }
 }
 
@@ -60,17 +60,17 @@ inline void edit(float* logits, long count, const PdRow& how) {
 }
 
 // Returns which of the ids from i on a mask allows.
-inline __mmask16 allowed_lanes(const uint8_t* mask, long i, long count) {
+inline Mask allowed_lanes(const uint8_t* mask, long i, long count) {
     uint16_t allowed;
     std::memcpy(&allowed, mask + i / 8, sizeof allowed);
-    return __mmask16(allowed) & first_lanes(count - i);
+    return lanes_of(allowed) & first_lanes(count - i);
 }
 
 // Makes all ids impossible that a mask does not allow.
 inline void apply_mask(float* logits, long count, const uint8_t* mask) {
-    const __m512 impossible = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const F16 impossible = broadcast(-std::numeric_limits<float>::infinity());
     for (long i = 0; i < count; i += kLanes)
-        _mm512_mask_storeu_ps(logits + i, __mmask16(~allowed_lanes(mask, i, count)) & first_lanes(count - i), impossible);
+        store(logits + i, impossible, ~allowed_lanes(mask, i, count) & first_lanes(count - i));
 }
 
 // Returns the lowest id of the largest logit that a mask allows. It reads only these logits: a mask often allows few ids.
@@ -78,13 +78,13 @@ inline int32_t best_allowed(const float* logits, long count, const uint8_t* mask
     float best = -std::numeric_limits<float>::infinity();
     int32_t id = kNoToken;
     for (long i = 0; i < count; i += kLanes) {
-        const __mmask16 lanes = allowed_lanes(mask, i, count);
-        if (!lanes) continue;
-        const __m512 x = _mm512_maskz_loadu_ps(lanes, logits + i);
-        const __mmask16 higher = _mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(best), _CMP_GT_OQ);
-        if (!higher) continue;
-        best = _mm512_mask_reduce_max_ps(higher, x);
-        id = int32_t(i + __builtin_ctz(_mm512_mask_cmp_ps_mask(higher, x, _mm512_set1_ps(best), _CMP_EQ_OQ)));
+        const Mask lanes = allowed_lanes(mask, i, count);
+        if (!any(lanes)) continue;
+        const F16 x = load(logits + i, lanes);
+        const Mask higher = lanes & greater(x, broadcast(best));
+        if (!any(higher)) continue;
+        best = largest_lane(select(higher, x, broadcast(best)));
+        id = int32_t(i + __builtin_ctz(bits_of(higher & equal(x, broadcast(best)))));
     }
     return std::isfinite(best) ? id : kNoToken;
 }

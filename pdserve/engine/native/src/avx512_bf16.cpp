@@ -1,0 +1,7 @@
+// The kernels for CPUs with AVX-512 with its dot products of bfloat16 and of 8-bit integers.
+//
+// pyproject.toml compiles this file, and with it all others, for these CPUs alone; see lanes.h for what differs.
+#include "compute.cpp"
+#include "cpu.cpp"
+#include "kernels.cpp"
+#include "plan.cpp"
