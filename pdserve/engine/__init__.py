@@ -9,6 +9,7 @@ __all__ = [
     "memory",
     "models",
     "native",
+    "numerics",
     "peaks",
     "runner",
     "sampler",

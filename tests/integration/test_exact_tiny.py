@@ -60,7 +60,7 @@ def sampling(i: int) -> dict[str, object]:
 @pytest.mark.quick("54")
 @pytest.mark.parametrize("count", [54, 216])
 def test_disaggregated_equals_colocated_on_many_prompts_64_at_once(cluster, count):
-    check_placements_agree(cluster, prompts(count, seed=1))
+    check_placements_agree(cluster, prompts(count, seed=count))
 
 
 @pytest.mark.slow
