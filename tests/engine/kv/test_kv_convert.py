@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pdserve.checkpoint.card import KV_DTYPES
+from pdserve.config import KV_CACHE_DTYPES
 from pdserve.core.kv_layout import DTYPE_BITS, QUANTISED, KvGroup, gqa_group
 from pdserve.engine.kv.convert import convert_blocks
-from pdserve.engine.kv.paged import TORCH_DTYPES
+from pdserve.engine.kv.paged import TORCH_DTYPES, KvFormat
+from pdserve.engine.models.native_decoder import KV_FORMATS
 
 LAYOUT = gqa_group(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 LARGEST = {"int8": 127, "fp8_e4m3": 448, "int4": 7}
@@ -213,6 +216,14 @@ def test_a_number_of_blocks_that_does_not_fit_the_tokens_is_our_bug() -> None:
 def test_tables_here_name_every_format() -> None:
     assert {*HALF_STEP, *LARGEST} == {*DTYPE_BITS}
     assert {*HALF_STEP} == {*TORCH_DTYPES} & {*DTYPE_BITS} - {*QUANTISED}
+
+
+def test_every_dtype_of_kv_has_a_name_in_settings_and_cards_and_a_format_in_compiled_code_and_in_triton() -> None:
+    stored = {*KV_DTYPES.values()}
+    assert stored == {*DTYPE_BITS} - {"float16"}, "KV is never stored in float16"
+    assert {*KV_CACHE_DTYPES} == {*KV_DTYPES, "auto", "fp8"}
+    assert {*KV_FORMATS} == stored
+    assert {kind.name.lower() for kind in KvFormat if kind is not KvFormat.PLAIN} == {*QUANTISED}
 
 
 def test_planes_of_different_dimensions_are_converted_each_for_itself():
