@@ -27,7 +27,7 @@ REAL = ("-m", "pdserve.cli")
 UP = ("up", "--model", "tiny", "--prefill", "1", "--decode", "1", "--kv-cache-memory", "16MiB")
 FREE = ("--port", "0", "--grpc-port", "0")
 BOUND_S = 120.0
-STREAMS, TOKENS = 8, 1500
+STREAMS, TOKENS = 8, 800
 
 
 def test_up_serves_heals_and_stops(run_command: Any) -> None:
@@ -60,7 +60,8 @@ def test_up_serves_heals_and_stops(run_command: Any) -> None:
 def test_a_worker_drains_under_load_and_no_stream_notices(run_command: Any) -> None:
     """(1) Streams run on both decode workers, niced since the operator wants it, which is told. (2) One worker drains: `up`
     says so, every stream ends whole, wherever it moved, none was tried again. (3) What comes later is served by the other."""
-    command = run_command(*UP, *FREE, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT), RAY_worker_niceness="1")
+    slow = ("--dtype", "float32")  # streams that last for seconds: they should run when the drain begins
+    command = run_command(*UP, *FREE, *slow, "--decode", "2", program=REAL, PYTHONPATH=str(ROOT), RAY_worker_niceness="1")
     command.wait_for("ready; Ctrl-C stops it")
     assert "prefill-0, decode-0, decode-1: niceness" in command.text
     with (
