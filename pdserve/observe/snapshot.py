@@ -138,7 +138,7 @@ class ClusterSnapshot:
     """The number of pairs of each worker that are set aside, most first: role, worker id, pairs."""
     classes: tuple[ClassSnapshot, ...] = ()
     classes_window_s: float = 0.0
-    exact: bool = True  # all workers store weights and KV in the same formats
+    exact: bool = True  # all workers give the same bits in any company
     prefixes: PrefixSnapshot = PrefixSnapshot()
     picks: tuple[PickSnapshot, ...] = ()
     ejections: tuple[EjectionSnapshot, ...] = ()
