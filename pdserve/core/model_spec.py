@@ -15,6 +15,10 @@ from pdserve.core.kv_layout import KvGroup, KvSpec
 
 MOST_EXPERTS: Final = 2**16
 """The most experts of all layers together. DeepSeek-V3 has 14,848, and each expert has names, shapes and counts."""
+MOST_RANKS: Final = 8
+"""The most ranks among which a layer may be split: the GPUs of one machine."""
+WHOLE_GROUP: Final = 64
+"""Numbers of a row that share a scale in products of 8-bit integers. A rank's share is a whole number of such groups."""
 Activation = Literal["silu", "gelu_tanh"]
 """The function of the gate. gelu_tanh is GELU approximated by a tangent hyperbolic."""
 
@@ -228,6 +232,11 @@ class DenseSpec:
         """The names of the features that Llama's MLP lacks."""
         return iter(() if self.activation == "silu" else (self.activation,))
 
+    @property
+    def split_widths(self) -> tuple[int, ...]:
+        """The numbers of a row that a rank shares with others where the layer is split among ranks."""
+        return (self.intermediate,)
+
     def numbers(self, hidden: int) -> int:
         """Return the numbers in all matrices."""
         return 3 * hidden * self.intermediate
@@ -274,6 +283,11 @@ class MoeSpec:
         """The names of the features that Llama's MLP lacks."""
         return iter(("a mixture of experts",) if self.activation == "silu" else ("a mixture of experts", self.activation))
 
+    @property
+    def split_widths(self) -> tuple[int, ...]:
+        """The numbers of a row that a rank shares with others where the layer is split among ranks."""
+        return (self.intermediate, self.shared)
+
     def numbers(self, hidden: int) -> int:
         """Return the numbers in all matrices, of all experts."""
         routed = self.experts * (1 + 3 * self.intermediate)
@@ -305,6 +319,12 @@ class LayerSpec:
             yield "post_norms"
         if self.norms.offset:
             yield "an offset of norms"
+
+
+    def splits_among(self, ranks: int) -> bool:
+        """Tell whether each rank gets whole query heads and whole groups of numbers."""
+        widths = (self.attention.out_width, *self.mlp.split_widths)
+        return self.attention.heads % ranks == 0 and all(ranks == 1 or width % (ranks * WHOLE_GROUP) == 0 for width in widths)
 
 
 UNEQUAL_HEADS: Final = "layers that share KV of one shape but have different numbers of query heads"
@@ -358,6 +378,15 @@ class ModelSpec:
             attention = self.layers[layers[0]].attention
             groups.append(KvGroup(layers, attention.planes, block_size, dtype, attention.window))
         return KvSpec(tuple(groups))
+
+    @property
+    def parts(self) -> int:
+        """The most ranks among which every layer can be split: a power of two.
+
+        Products over numbers that ranks share are computed as so many parts, which are added as a balanced tree. So one rank
+        gives the same bits as several do.
+        """
+        return max(ranks for ranks in (1, 2, 4, MOST_RANKS) if all(layer.splits_among(ranks) for layer in self.layers))
 
     @property
     def layer_numbers(self) -> int:

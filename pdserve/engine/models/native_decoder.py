@@ -206,6 +206,7 @@ class NativeDecoder:
         shape = library.NativeShape(
             spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0], spec.norm.eps,
             float(torch.tensor(spec.embedding_scale).bfloat16()), spec.softcap or 0.0,
+            spec.parts,
         )  # fmt: skip
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -19,14 +19,20 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 12  # PDSERVE_ABI of abi.h
-SETS: Final = ("avx512_bf16", "avx512", "avx2")
-"""The instruction sets that have a library, the fastest first. All compute the same bits: see src/matmul.h."""
-TITLES: Final = {"avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2"}
+ABI: Final = 13  # PDSERVE_ABI of abi.h
+SETS: Final = ("amx", "avx512_bf16", "avx512", "avx2")
+"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h."""
+EMULATED: Final = "amx_emulated"
+"""The library of amx with emulated tiles. It gives the bits of amx on CPUs that have only avx512_bf16, and it is slow."""
+TITLES: Final = {"amx": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2", EMULATED: "emulated AMX"}
 ISA: Final = "PDSERVE_ISA"
 """The environment variable that forces a set, so that a slower one can be tried where a faster one runs."""
 NO_SET: Final = "none"
 """The value of `PDSERVE_ISA` with which torch computes."""
+CHOICES: Final = (*SETS, EMULATED, NO_SET)
+"""The values of `PDSERVE_ISA`."""
+PERMISSION: Final = "the kernel gives no permission to use tiles"
+"""What a library of amx misses on a CPU that has AMX."""
 DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
@@ -67,6 +73,7 @@ class NativeShape(Structure):
         *((name, c_int64) for name in ("hidden", "vocab", "layers", "groups")),
         ("layer", POINTER(NativeLayer)), ("windows", c_void_p),
         *((name, c_double) for name in ("rms_norm_eps", "embedding_scale", "softcap")),
+        ("parts", c_int64),
     ]  # fmt: skip
 
 
@@ -124,30 +131,40 @@ def find() -> Found:
     forced = os.environ.get(ISA, "")
     if forced == NO_SET:
         return Found(None, f"{ISA} is {NO_SET}")
-    if forced and forced not in SETS:
-        raise ConfigError(f"{ISA} must be one of {', '.join((*SETS, NO_SET))}, got {forced!r}")
-    paths = [path for name in ((forced,) if forced else SETS) if (path := installed(f"_kernels_{name}")) is not None]
+    if forced and forced not in CHOICES:
+        raise ConfigError(f"{ISA} must be one of {', '.join(CHOICES)}, got {forced!r}")
     found = Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
-    for path in paths:
-        found = open_library(path)
+    refused = ""
+    for isa in (forced,) if forced else SETS:
+        path = installed(f"_kernels_{'amx' if isa == EMULATED else isa}")
+        if path is None:
+            continue
+        found = open_library(path, emulated=isa == EMULATED)
         if found.library is not None:
-            return found
+            return replace(found, why=found.why + refused)
+        if PERMISSION in found.why:
+            refused = f"; without AMX: {found.why}"
     if forced:
         raise ConfigError(f"{ISA} is {forced}, and {found.why}")
     return found
 
 
-def open_library(path: Path) -> Found:
-    """Open the library in a given file. Only its checks of version and CPU run before it is known to work here."""
+def open_library(path: Path, *, emulated: bool = False) -> Found:
+    """Open the library in a given file. Only its checks of version and CPU run before it is known to work here.
+
+    emulated: tiles are emulated; the library is one of amx.
+    """
     try:
         library = _declare(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as exc:
         return Found(None, f"the compiled kernels do not load, install pdserve again: {exc}")
     if library.pdserve_abi() != ABI:
         return Found(None, "the compiled kernels are of another version of pdserve: install it again")
+    if emulated:
+        library.pdserve_emulate()
     missing = library.pdserve_missing().decode()
     if missing:
-        return Found(None, f"this CPU lacks {missing}")
+        return Found(None, missing if missing == PERMISSION else f"this CPU lacks {missing}")
     isa = library.pdserve_isa().decode()
     return Found(library, f"{TITLES[isa]}, {library.pdserve_compiler().decode().split('(')[0].strip()}", isa)
 
@@ -158,7 +175,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.pdserve_abi.restype = c_int
+    library.pdserve_abi.restype = library.pdserve_emulate.restype = c_int
     library.pdserve_missing.restype = library.pdserve_isa.restype = library.pdserve_compiler.restype = c_char_p
     library.pdserve_model_new.argtypes = (POINTER(NativeShape), c_void_p)
     library.pdserve_model_new.restype = c_void_p

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.native import library
+
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ROOT / "pdserve" / "engine" / "native" / "src"
 
@@ -37,3 +39,10 @@ def build(compiler_path: str, target: Path, *more: str, isa: str = "avx512_bf16"
     flags = [*how["extra-compile-args"], *how["extra-link-args"], "-fPIC", "-shared", *more]
     subprocess.run([compiler_path, *flags, *sources, "-o", str(target)], check=True, timeout=560)
     return target
+
+
+def harness_sets() -> list[str]:
+    """The sets that this CPU computes. Tiles are emulated where it has none."""
+    found = {isa: library.open_library(path).library for isa in library.SETS if (path := library.installed(f"_kernels_{isa}"))}
+    own = [isa for isa in library.SETS if found.get(isa) is not None]
+    return [*own, library.EMULATED] if "avx512_bf16" in own else own

@@ -49,6 +49,7 @@ struct PdShape {
     double rms_norm_eps;     // of the norm before the head
     double embedding_scale;  // factor of the embedding's rows
     double softcap;          // bound of logits; 0 means none
+    int64_t parts;           // sums of parts of k that attention out and down add as a tree: see matmul.h
 };
 
 // The blocks of one KV group in a step.
@@ -101,12 +102,16 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 12  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 13  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
 // When it is not empty, no function that computes may be called.
 const char *pdserve_missing(void);
+
+// Makes this library emulate tiles, so that the set with AMX computes its bits on a CPU without AMX. Returns 0 for another set. It
+// is called before anything else.
+int pdserve_emulate(void);
 
 // Returns the name of the instruction set that the library is for.
 const char *pdserve_isa(void);

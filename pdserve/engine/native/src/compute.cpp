@@ -8,6 +8,9 @@ namespace pdserve {
 
 void Model::compute(int thread) {
     const Flush flush;
+#ifdef PDSERVE_AMX
+    const TileUse tiles;
+#endif
     const long last = step_->layers - 1;
     Batch batch{residual_.data(), attended_.data(), step_->rows};
     share_rows(thread, batch.rows, [&](long row, long end) { embed(row, end); });

@@ -25,6 +25,12 @@ inline Table code_table() {
     return Table({0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170});
 }
 
+// Looks up a line of codes: the weights of both halves of a panel, [word, half].
+inline void words_of(I16 codes, const Table& table, I16 (&weights)[2][2]) {
+    weights[0][0] = table[codes], weights[0][1] = table[shift_right_halves(codes, 4)];
+    weights[1][0] = table[shift_right_halves(codes, 8)], weights[1][1] = table[shift_right_halves(codes, 12)];
+}
+
 // Writes the sum of the activations of each group of each row. to: [rows, k / kGroup4].
 inline void sum_groups(const Rows& x, long rows, long words, float* to) {
     const I16 ones = broadcast(0x3F803F80);
@@ -50,49 +56,46 @@ inline void sums4(const Rows& x, long row, const float* x_sums, const Weight& w,
                   F16 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
     const Table table = code_table();
-    const long groups = w.words / kGroup4Words;
-    F16 total[R][2];
-    PDSERVE_UNROLL(6)
-    for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
-    for (long group = 0; group < groups; group++, panel += kGroup4Stride, from += kGroup4Words) {
-        if (ahead != nullptr) {
-            for (long line = 0; line < kGroup4Lines; line++) _mm_prefetch((const char*)(ahead + line * kLanes), _MM_HINT_T1);
-            ahead += kGroup4Stride;
-        }
-        F16 part[R][2];
+    const long groups = w.words / kGroup4Words, each = groups / w.parts;
+    Tree<R * 2> tree;
+    for (long part = 0; part < w.parts; part++) {
+        F16 total[R][2];
         PDSERVE_UNROLL(6)
-        for (int r = 0; r < R; r++) part[r][0] = part[r][1] = zeros();
-        for (long i = 0; i < kGroup4Words; i += 2) {
-            const I16 codes = load_words(panel + 2 * kLanes + i / 2 * kLanes);
-            const I16 low = table[codes];
-            const I16 high = table[shift_right_halves(codes, 4)];
-            const I16 low_next = table[shift_right_halves(codes, 8)];
-            const I16 high_next = table[shift_right_halves(codes, 12)];
-            PDSERVE_UNROLL(6)
-            for (int r = 0; r < R; r++) {
-                const I16 spread = broadcast(int32_t(from[r * x.stride + i]));
-                part[r][0] = Bf16Dot::add(part[r][0], spread, low);
-                part[r][1] = Bf16Dot::add(part[r][1], spread, high);
+        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
+        for (long group = part * each; group < (part + 1) * each; group++, panel += kGroup4Stride, from += kGroup4Words) {
+            if (ahead != nullptr) {
+                for (long line = 0; line < kGroup4Lines; line++) _mm_prefetch((const char*)(ahead + line * kLanes), _MM_HINT_T1);
+                ahead += kGroup4Stride;
             }
+            F16 sums[R][2];
             PDSERVE_UNROLL(6)
-            for (int r = 0; r < R; r++) {
-                const I16 spread = broadcast(int32_t(from[r * x.stride + i + 1]));
-                part[r][0] = Bf16Dot::add(part[r][0], spread, low_next);
-                part[r][1] = Bf16Dot::add(part[r][1], spread, high_next);
+            for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = zeros();
+            for (long i = 0; i < kGroup4Words; i += 2) {
+                I16 weights[2][2];
+                words_of(load_words(panel + 2 * kLanes + i / 2 * kLanes), table, weights);
+                for (int next = 0; next < 2; next++) {
+                    PDSERVE_UNROLL(6)
+                    for (int r = 0; r < R; r++) {
+                        const I16 spread = broadcast(int32_t(from[r * x.stride + i + next]));
+                        sums[r][0] = Bf16Dot::add(sums[r][0], spread, weights[next][0]);
+                        sums[r][1] = Bf16Dot::add(sums[r][1], spread, weights[next][1]);
+                    }
+                }
+            }
+            for (int half = 0; half < 2; half++) {
+                const F16 scale = load_bf16((const bf16*)panel + half * kLanes);
+                const F16 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
+                PDSERVE_UNROLL(6)
+                for (int r = 0; r < R; r++) {
+                    total[r][half] = fma(sums[r][half], scale, total[r][half]);
+                    total[r][half] = fma(broadcast(x_sums[r * groups + group]), least, total[r][half]);
+                }
             }
         }
-        for (int half = 0; half < 2; half++) {
-            const F16 scale = load_bf16((const bf16*)panel + half * kLanes);
-            const F16 least = load_bf16((const bf16*)(panel + kLanes) + half * kLanes);
-            PDSERVE_UNROLL(6)
-            for (int r = 0; r < R; r++) {
-                total[r][half] = fma(part[r][half], scale, total[r][half]);
-                total[r][half] = fma(broadcast(x_sums[r * groups + group]), least, total[r][half]);
-            }
-        }
+        PDSERVE_UNROLL(6)
+        for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
+        if (w.parts > 1) tree.add(part, sum[0]);
     }
-    PDSERVE_UNROLL(6)
-    for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
 }
 
 // Multiplies as `multiply_by` does. A single piece of rows prefetches the weights that it needs a little later; of several

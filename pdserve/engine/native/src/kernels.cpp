@@ -39,8 +39,7 @@ void pdserve_model_free(void* model) { delete (Model*)model; }
 
 int pdserve_model_weight(void* model, int64_t layer, int which, int64_t part, const uint16_t* weight, int64_t n, int64_t k, int bits) {
     return guarded([&] {
-        Model& to = *(Model*)model;
-        return to.set(to.weight(layer, which, part), weight, n, k, bits), PDSERVE_DONE;
+        return ((Model*)model)->set(layer, which, part, weight, n, k, bits), PDSERVE_DONE;
     });
 }
 

@@ -2,6 +2,9 @@
 // one accumulator. Its bits depend on its row of x and its column of the weight, never on the number of rows that are multiplied
 // together, on the tile that computes it, or on the thread.
 //
+// A weight whose rows could be split among several ranks has parts: a chain for each of them, added as a balanced tree (`Tree`). So
+// a rank that computes some neighbouring parts adds them up as one rank with all of them does.
+//
 // Operands are words of 32 bits: two bfloat16 or four 8-bit integers that are neighbours in k, as the CPU's dot-product
 // instructions take them. A panel holds kPanel columns. For each word of k it has kPanel words, so the innermost loop reads it
 // from front to end. With AVX-512, a tile of kRows x kPanel accumulators fills 24 of the 32 registers. For 12 multiply-adds of both
@@ -19,6 +22,11 @@
 namespace pdserve {
 
 constexpr int kPanel = 2 * kLanes;
+#ifdef PDSERVE_AMX
+constexpr long kDepth = 16;  // words of k that a product takes at once
+#else
+constexpr long kDepth = 1;
+#endif
 constexpr long kGroup = 64;               // 8-bit integers of a row that share a scale
 constexpr long kGroupWords = kGroup / 4;
 // The distance at which a product of few rows prefetches its weights: 8 KiB.
@@ -38,10 +46,6 @@ constexpr int kRows = 5, kPairRows = 5;  // sixteen registers hold them for half
 template <int R, int Panels>
 constexpr int kHalves = R == 1 ? 2 : 1;  // one row of half a panel has too few multiply-adds that do not wait for each other
 #endif
-
-// Returns the even and the odd bfloat16 of each word, as floats.
-inline F16 even_halves(I16 words) { return as_floats(shift_left(words, 16)); }
-inline F16 odd_halves(I16 words) { return as_floats(words & broadcast(int32_t(0xFFFF0000))); }
 
 // Adds products of two bfloat16. The instruction is, bit for bit, a chain of two multiply-adds, the odd number first; subnormal
 // numbers are zero in both (see `Flush`).
@@ -176,11 +180,30 @@ inline void row_pieces(long first, long end, const Function& f) {
     }
 }
 
+constexpr int kMostPartLevels = 3;  // levels of the tree of parts, which are at most 8
+
+// Adds up sums of parts, each of N vectors: neighbours first, then neighbours of these sums.
+template <int N>
+class Tree {
+  public:
+    // Takes the sums of parts 0, 1, 2, ... in this order. After the last one, `sums` are those of all parts.
+    [[gnu::noinline]] void add(long part, F16* sums) {
+        int level = 0;
+        for (; part >> level & 1; level++)
+            for (int i = 0; i < N; i++) sums[i] = waiting_[level][i] + sums[i];
+        for (int i = 0; i < N && level < kMostPartLevels; i++) waiting_[level][i] = sums[i];
+    }
+
+  private:
+    F16 waiting_[kMostPartLevels][N];
+};
+
 // A packed weight [n, k]. Columns beyond n are never used. With 8 bits, each column has one scale, and 128 is added to the
 // integers. For 4 bits see int4.h.
 struct Weight {
     long n = 0, k = 0;
     int bits = 16;
+    long parts = 1;         // a power of two; each part is a whole number of groups
     long words = 0;         // words of a row that it is multiplied with
     long panel_words = 0;
     const uint32_t* panels = nullptr;
@@ -199,6 +222,7 @@ struct Rows {
     float* scales = nullptr;     // [rows, stride / kGroupWords]
     int32_t* offsets = nullptr;  // one beside each scale: -128 times the sum of the group
     const float* sums = nullptr;  // for weights of four bits: the sum of each group, see int4.h
+    uint32_t* codes = nullptr;    // and room for the codes of a panel where tiles multiply them
 
     long group(long row) const { return row * stride / kGroupWords; }
 };
@@ -210,29 +234,35 @@ inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
     };
-    PDSERVE_UNROLL(12)
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zeros();
-    if constexpr (std::is_same_v<Dot, Bf16Dot>) {
-        tile<Dot, R, 1>(from, x.stride, panel, 0, w.words, sum, ask);
-    } else {
-        F16 total[R][2];
+    const long each = w.words / w.parts;
+    Tree<R * 2> tree;
+    for (long part = 0; part < w.parts; part++) {
+        const long begin = part * each;
         PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
-        for (long group = 0; group < w.words / kGroupWords; group++) {
-            I16 part[R][2];
-            const long at = group * kGroupWords;
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zeros();
+        if constexpr (std::is_same_v<Dot, Bf16Dot>) {
+            tile<Dot, R, 1>(from + begin, x.stride, panel + begin * kPanel, 0, each, sum, [&](long k) { ask(begin + k); });
+        } else {
+            F16 total[R][2];
             PDSERVE_UNROLL(12)
-            for (int r = 0; r < R; r++) part[r][0] = part[r][1] = Dot::start(x.offsets[x.group(row + r) + group]);
-            tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, part, [&](long k) { ask(at + k); });
-            PDSERVE_UNROLL(12)
-            for (int r = 0; r < R; r++) {
-                const F16 scale = broadcast(x.scales[x.group(row + r) + group]);
-                total[r][0] = fma(to_floats(part[r][0]), scale, total[r][0]);
-                total[r][1] = fma(to_floats(part[r][1]), scale, total[r][1]);
+            for (int r = 0; r < R; r++) total[r][0] = total[r][1] = zeros();
+            for (long at = begin; at < begin + each; at += kGroupWords) {
+                I16 group[R][2];
+                const long index = at / kGroupWords;
+                PDSERVE_UNROLL(12)
+                for (int r = 0; r < R; r++) group[r][0] = group[r][1] = Dot::start(x.offsets[x.group(row + r) + index]);
+                tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, group, [&](long k) { ask(at + k); });
+                PDSERVE_UNROLL(12)
+                for (int r = 0; r < R; r++) {
+                    const F16 scale = broadcast(x.scales[x.group(row + r) + index]);
+                    total[r][0] = fma(to_floats(group[r][0]), scale, total[r][0]);
+                    total[r][1] = fma(to_floats(group[r][1]), scale, total[r][1]);
+                }
             }
+            PDSERVE_UNROLL(12)
+            for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
         }
-        PDSERVE_UNROLL(12)
-        for (int r = 0; r < R; r++) sum[r][0] = total[r][0], sum[r][1] = total[r][1];
+        if (w.parts > 1) tree.add(part, sum[0]);
     }
 }
 
@@ -251,12 +281,19 @@ void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t*
 template <int R, int Lines, class Out>
 void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
     F16 sum[R][4];
-    PDSERVE_UNROLL(6)
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 4; h++) sum[r][h] = zeros();
-    tile<Bf16Dot, R, 2>(x.words + row * x.stride, x.stride, w.panel(panel), w.panel_words, w.words, sum, [&](long k) {
-        if constexpr (Lines > 0) _mm_prefetch((const char*)(ahead + k * kLanes), _MM_HINT_T1);
-    });
+    const long each = w.words / w.parts;
+    Tree<R * 4> tree;
+    for (long part = 0; part < w.parts; part++) {
+        const long begin = part * each;
+        PDSERVE_UNROLL(6)
+        for (int r = 0; r < R; r++)
+            for (int h = 0; h < 4; h++) sum[r][h] = zeros();
+        tile<Bf16Dot, R, 2>(x.words + row * x.stride + begin, x.stride, w.panel(panel) + begin * kPanel, w.panel_words, each, sum,
+                            [&](long k) {
+                                if constexpr (Lines > 0) _mm_prefetch((const char*)(ahead + (begin + k) * kLanes), _MM_HINT_T1);
+                            });
+        if (w.parts > 1) tree.add(part, sum[0]);
+    }
     for (int r = 0; r < R; r++) {
         out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
         out(row + r, (panel + 1) * kPanel, sum[r][2], sum[r][3]);
@@ -333,12 +370,11 @@ struct GateMul {  // panels hold sixteen columns of the gate, then the same sixt
     }
 };
 
-// Packs [n, k] bfloat16 into panels; k is even.
-inline void pack(const bf16* weight, long n, long k, uint32_t* to) {
-    const long words = k / 2;
+// Packs [n, k] bfloat16 into zeroed panels of `panel_words` words each; k is even.
+inline void pack(const bf16* weight, long n, long k, long panel_words, uint32_t* to) {
     for (long row = 0; row < n; row++) {
-        uint32_t* column = to + row / kPanel * words * kPanel + row % kPanel;
-        for (long i = 0; i < words; i++) std::memcpy(column + i * kPanel, weight + row * k + 2 * i, 4);
+        uint32_t* column = to + row / kPanel * panel_words + row % kPanel;
+        for (long i = 0; i < k / 2; i++) std::memcpy(column + i * kPanel, weight + row * k + 2 * i, 4);
     }
 }
 

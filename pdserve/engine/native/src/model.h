@@ -17,6 +17,9 @@
 #include "route.h"
 #include "rows.h"
 #include "take.h"
+#ifdef PDSERVE_AMX
+#include "tile_products.h"
+#endif
 
 namespace pdserve {
 
@@ -30,12 +33,30 @@ constexpr long kPieces = 32;      // pieces of a thread's share of a product, if
 // `column` on and the next sixteen.
 template <class Out>
 void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
+#ifdef PDSERVE_AMX
+    return with_tiles([&]<class Tiles>() { multiply_tiles<Tiles>(x, rows, w, panel, panel_end, out); });
+#endif
     if (w.bits == 4)
         multiply_int4(x, rows, w, panel, panel_end, out);
     else if (w.bits == 8)
         multiply_by<Int8Dot>(x, rows, w, panel, panel_end, out);
     else
         multiply_by<Bf16Dot>(x, rows, w, panel, panel_end, out);
+}
+
+// Packs a weight [n, k] bfloat16. See `pdserve_model_weight` for what k must be.
+inline Weight packed(Arena& arena, const bf16* from, long n, long k, int bits, long parts) {
+    Weight weight{n, k, bits, parts, bits == 8 ? k / 4 : k / 2};
+    weight.panel_words = bits == 4 ? k / kGroup4 * kGroup4Stride : round_up(weight.words, kDepth) * kPanel;
+    uint32_t* panels = (uint32_t*)arena.take(weight.count() * weight.panel_words * 4);
+    weight.panels = panels;
+    if (bits == 16) pack(from, n, k, weight.panel_words, panels);
+    if (bits == 4) pack_int4(from, n, k, panels);
+    if (bits != 8) return weight;
+    float* scales = (float*)arena.take(weight.count() * kPanel * 4);
+    pack_int8(from, n, k, panels, scales);
+    weight.scales = scales;
+    return weight;
 }
 
 struct Layer {
@@ -120,6 +141,7 @@ struct alignas(64) Own {
     Lines<bf16> gated;
     Lines<bf16> plain;  // the part of queries of one head that is not rotated
     Lines<float> branch;  // results of attention or of the MLP before they are normed
+    Lines<uint32_t> codes;  // of a panel of four bits, as bfloat16
     DrawScratch draw;
     RouteScratch route;
     Slots slots;
@@ -185,6 +207,9 @@ class Model {
         return *all[which];
     }
 
+    // Returns the parts of a weight: those whose k is split where a layer is split among ranks have several.
+    long parts(int which) const { return which == 1 || which == 3 || which == 7 ? shape_.parts : 1; }
+
     std::vector<float>& vector(long layer, int which) {
         Layer& at = layers_[which == 2 ? 0 : layer];
         std::vector<float>* all[] = {&at.attention_norm, &at.mlp_norm,   &norm_,      &at.post_attention_norm, &at.post_mlp_norm,
@@ -196,7 +221,10 @@ class Model {
         for (long i = 0; i < layers_[layer].shape.moe.experts; i++) to[i] = layers_[layer].counts[i].load(std::memory_order_relaxed);
     }
 
-    void set(Weight& weight, const bf16* from, long n, long k, int bits);
+    void set(int64_t layer, int which, int64_t part, const bf16* from, long n, long k, int bits) {
+        weight(layer, which, part) = packed(arena_, from, n, k, bits, parts(which));
+    }
+
     bool forward(const PdStep& step);
     void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
@@ -289,6 +317,12 @@ class Model {
         requantise(from.from + row * next.k, next.k, spare, to, row);
     }
 
+    // Prepares rows for weights of four bits.
+    static void prepare4(Own& own, Rows& rows, long count, const Weight& w) {
+        sum_groups(rows, count, w.words, own.sums.data());
+        rows.sums = own.sums.data(), rows.codes = own.codes.data();
+    }
+
     // Returns the rows if they can be multiplied as they are; null when they have to be prepared.
     static uint32_t* as_it_is(const Normed&, const Weight&) { return nullptr; }
     static uint32_t* as_it_is(const Gathered&, const Weight&) { return nullptr; }
@@ -345,7 +379,7 @@ class Model {
         bool ready = false;  // a thread that gets no piece must read nothing, because others may already be in the next phase
         const auto work = [&](long panel, long end) {
             if (!ready && given == nullptr && alone) fill(0, part.rows);
-            if (!ready && w.bits == 4) sum_groups(rows, part.rows, w.words, own.sums.data()), rows.sums = own.sums.data();
+            if (!ready && w.bits == 4) prepare4(own, rows, part.rows, w);
             ready = true;
             multiply(rows, part.rows, w, panel, end, out);
             then(panel, end);

@@ -61,7 +61,7 @@ void Model::product_of_experts(int thread, const Part& part, long slots, const s
     const auto prepare_all = [&] {
         order();
         if (given == nullptr && alone) fill(0, slots);
-        if (first.bits == 4) sum_groups(rows, slots, first.words, own.sums.data()), rows.sums = own.sums.data();
+        if (first.bits == 4) prepare4(own, rows, slots, first);
     };
     Once ready(prepare_all);
     const auto work = [&](long panel, long end) {

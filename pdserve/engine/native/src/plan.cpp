@@ -3,19 +3,6 @@
 
 namespace pdserve {
 
-void Model::set(Weight& weight, const bf16* from, long n, long k, int bits) {
-    weight.n = n, weight.k = k, weight.bits = bits;
-    weight.words = bits == 8 ? k / 4 : k / 2;
-    weight.panel_words = bits == 4 ? k / kGroup4 * kGroup4Stride : weight.words * kPanel;
-    uint32_t* panels = (uint32_t*)arena_.take(weight.count() * weight.panel_words * 4);
-    weight.panels = panels;
-    if (bits == 4) return pack_int4(from, n, k, panels);
-    if (bits == 16) return pack(from, n, k, panels);
-    float* scales = (float*)arena_.take(weight.count() * kPanel * 4);
-    pack_int8(from, n, k, panels, scales);
-    weight.scales = scales;
-}
-
 // Checks what the caller promises. If it were wrong, the step could read or write another sequence's KV.
 bool Model::sound(const PdStep& step) const {
     long rows = 0;
@@ -162,7 +149,10 @@ void Model::fit(const PdStep& step) {
         own.rows.fit(own_rows * each, words, head_.integers());
         if (by_rows(rows)) grow(own.gated, kTileRows * gated_width);
         if (by_rows(rows) && branches) grow(own.branch, kTileRows * hidden);
-        if (layers_[0].attention_out.bits == 4) grow(own.sums, std::max(together, own_rows) * each * widest() / kGroup4);
+        if (layers_[0].attention_out.bits == 4) {
+            grow(own.sums, std::max(together, own_rows) * each * widest() / kGroup4);
+            if (kDepth > 1) grow(own.codes, widest() / 2 * kPanel);
+        }
         if (experts == 0) continue;
         own.route.fit(experts, most([](const Layer& of) { return of.shape.moe.groups; }));
         own.slots.fit(std::max(together, own_rows) * each, experts);

@@ -12,6 +12,10 @@ inline F16 load_bf16(const bf16* from) { return widen(_mm256_loadu_si256((const 
 inline void store_bf16(bf16* to, F16 value) { _mm256_storeu_si256((__m256i*)to, narrow(value)); }
 inline void store_bf16(bf16* to, F16 value, Mask lanes) { store_halves(to, narrow(value), lanes); }
 
+// Returns the even and the odd bfloat16 of each word, as floats.
+inline F16 even_halves(I16 words) { return as_floats(shift_left(words, 16)); }
+inline F16 odd_halves(I16 words) { return as_floats(words & broadcast(int32_t(0xFFFF0000))); }
+
 // Returns e^x to 2 units in the last place. It is exactly 1 at 0 and exactly 0 below -87, minus infinity included. It uses
 // Cephes' polynomial of degree 6 around the nearest multiple of ln 2.
 inline F16 exp_lanes(F16 x) {
