@@ -135,7 +135,7 @@ def find() -> Found:
         raise ConfigError(f"{ISA} must be one of {', '.join(CHOICES)}, got {forced!r}")
     found = Found(None, "no compiled kernels: there was no C++ compiler for x86-64 when pdserve was installed")
     refused = ""
-    for isa in (forced,) if forced else SETS:
+    for isa in (forced,) if forced else order(_vendor()):
         path = installed(f"_kernels_{'amx' if isa == EMULATED else isa}")
         if path is None:
             continue
@@ -147,6 +147,24 @@ def find() -> Found:
     if forced:
         raise ConfigError(f"{ISA} is {forced}, and {found.why}")
     return found
+
+
+def order(vendor: str) -> tuple[str, ...]:
+    """Return the sets in the order in which they are tried, which is that of their speed on a vendor's CPUs.
+
+    On an Intel Xeon with AVX-512, one thread computes 108 GFLOP/s by the dot product of bfloat16 and 222 by multiply-adds of
+    float32, which give the same bits. On CPUs of AMD the dot product is twice as fast as multiply-adds.
+    """
+    return ("amx", "avx512", "avx512_bf16", "avx2") if vendor == "GenuineIntel" else SETS
+
+
+def _vendor() -> str:
+    """Return the name of the vendor of this machine's CPUs; "" when the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def open_library(path: Path, *, emulated: bool = False) -> Found:

@@ -1,8 +1,9 @@
-"""The compiled kernels of each instruction set, by either compiler: the same bits. What a CPU lacks is named."""
+"""The compiled kernels of each instruction set, by either compiler: which have the same bits. What a CPU lacks is named."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,17 +47,21 @@ def logits_of(tiny_dir, make_sheets, way, change=as_it_is) -> list[torch.Tensor]
     return [runner.logits(step) for step in steps]
 
 
+ONE_CLASS = tuple(isa for isa in library.SETS if isa != "amx")
+"""The sets that have the same bits. Products of AMX are added up otherwise: see test_native_tiles.py."""
+
+
 def installed_set(isa: str) -> library.Found:
     """The library of a set. Skips the test where this CPU does not run it."""
-    path = library.installed(f"_kernels_{isa}")
+    path = library.installed(f"_kernels_{isa.removesuffix('_emulated')}")
     assert path is not None
-    found = library.open_library(path)
+    found = library.open_library(path, emulated=isa == library.EMULATED)
     if found.library is None:
         pytest.skip(found.why)
     return found
 
 
-@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("isa", ONE_CLASS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_set_gives_the_same_bits(isa, way, tiny_dir, make_sheets, monkeypatch):
     """So workers on a laptop and on a server agree in every token."""
@@ -75,7 +80,7 @@ def with_tiny_rows(weight: torch.Tensor) -> torch.Tensor:
     return weight * torch.tensor([smaller[row % len(smaller)] for row in range(len(weight))]).to(weight).unsqueeze(1)
 
 
-@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("isa", ONE_CLASS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_subnormal_numbers_are_zero_in_every_set(isa, way, tiny_dir, make_sheets, monkeypatch):
     """The dot product of bfloat16 takes them as zero whatever the thread says; multiply-adds do so only when told."""
@@ -98,29 +103,46 @@ def test_a_set_is_forced_by_the_environment(isa, monkeypatch):
     assert (found.isa, found.why) == (isa, wanted.why)
 
 
+def test_the_order_of_sets_is_that_of_a_vendors_cpus(monkeypatch):
+    """The faster of two sets with equal bits. It never depends on a measurement, so a restart changes nothing."""
+    monkeypatch.delenv("PDSERVE_ISA", raising=False)
+    installed_set("avx512_bf16")
+    monkeypatch.setattr(library, "open_library", lambda path, emulated: library.Found(object(), "", path.name.split(".")[0][9:]))
+    for vendor, fastest in (("GenuineIntel", ["amx", "avx512"]), ("AuthenticAMD", ["amx", "avx512_bf16"]), ("", ["amx", "avx512_bf16"])):
+        assert list(library.order(vendor))[:2] == fastest
+        assert sorted(library.order(vendor)) == sorted(library.SETS)
+        monkeypatch.setattr(library, "_vendor", lambda vendor=vendor: vendor)
+        monkeypatch.setattr(library, "installed", lambda name: None if name.endswith("_amx") else Path(f"{name}.so"))
+        assert library.find.__wrapped__().isa == fastest[1]
+    monkeypatch.undo()
+    assert library._vendor() in Path("/proc/cpuinfo").read_text()
+
+
 def test_no_set_means_torch_and_a_wrong_name_is_refused_with_the_choices(monkeypatch):
     monkeypatch.setenv("PDSERVE_ISA", "none")
     assert library.find.__wrapped__() == library.Found(None, "PDSERVE_ISA is none")
     monkeypatch.setenv("PDSERVE_ISA", "sse9")
-    with pytest.raises(ConfigError, match="PDSERVE_ISA must be one of avx512_bf16, avx512, avx2, none, got 'sse9'"):
+    with pytest.raises(ConfigError, match="PDSERVE_ISA must be one of amx, avx512_bf16, avx512, avx2, amx_emulated, none, got 'sse9'"):
         library.find.__wrapped__()
 
 
 def test_a_forced_set_that_does_not_run_here_is_refused(monkeypatch):
     monkeypatch.setenv("PDSERVE_ISA", "avx2")
-    monkeypatch.setattr(library, "open_library", lambda path: library.Found(None, "this CPU lacks fma"))
+    monkeypatch.setattr(library, "open_library", lambda path, emulated: library.Found(None, "this CPU lacks fma"))
     with pytest.raises(ConfigError, match="PDSERVE_ISA is avx2, and this CPU lacks fma"):
         library.find.__wrapped__()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["g++", "clang++"])
-@pytest.mark.parametrize("isa", library.SETS)
+@pytest.mark.parametrize("isa", [*ONE_CLASS, library.EMULATED])
 def test_either_compiler_builds_kernels_with_the_same_bits(isa, name, tmp_path, tiny_dir, make_sheets, monkeypatch):
     """clang ignores gcc's target pragma: with it, whoever has clang alone got no kernels."""
-    installed_set(isa)
+    installed = installed_set(isa)
+    monkeypatch.setattr(library, "load", lambda: installed.library)
     expected = [logits_of(tiny_dir, make_sheets, way) for way in WAYS]
-    found = library.open_library(build(compiler(name), tmp_path / "built.so", isa=isa))
+    built = build(compiler(name), tmp_path / "built.so", isa=isa.removesuffix("_emulated"))
+    found = library.open_library(built, emulated=isa == library.EMULATED)
     assert found.library is not None, found.why
     assert {"g++": "gcc", "clang++": "clang"}[name] in found.why
     monkeypatch.setattr(library, "load", lambda: found.library)
