@@ -25,6 +25,9 @@
 #include "arena.h"
 #include "kv_format.h"
 #include "matmul.h"
+#ifdef PDSERVE_AMX
+#include "tile_products.h"
+#endif
 
 namespace pdserve {
 
@@ -207,14 +210,16 @@ inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, u
     }
 }
 
-// Lays V out as panels of dimensions: the pairs of positions that hold one of the range.
+constexpr long kPositions = 2 * kDepth;  // that a product with values takes at once
+
+// Lays V out as panels of dimensions: the pairs of positions that are multiplied where one of the range is.
 template <class Kv>
 inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* values, Asker<Kv>& asker) {
     const TileRows<Kv> rows(kv, kv.value, range);
     for (long from = 0; from < padded; from += 32) {
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const Mask pairs = pairs_left(kv.dim, from);
-        for (long i = range.from / 2 * 2; i < range.end; i += 2) {
+        for (long i = range.from / kPositions * kPositions; i < round_up(range.end, kPositions); i += 2) {
             if (i % 16 == 0) asker.ask(8 * kAtOnce<Kv>);
             const I16 a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
             I16 low, high;
@@ -311,12 +316,28 @@ inline void pieces(long first, long end, long panel, long panels, const Function
     for (; panel < panels; panel++) row_pieces(first, end, [&]<int R>(long row) { f.template operator()<R, 1>(row, panel); });
 }
 
+#ifdef PDSERVE_AMX
+// Returns what asks for lines as often in a product by tiles as `Asker::during` does in others.
+template <class Kv>
+inline auto asks_during(Asker<Kv>& asker) {
+    return [&asker]<int Panels>(long k) {
+        for (long word = k; word < k + kDepth; word += 4) asker.template during<Panels>(word);
+    };
+}
+#endif
+
 // Multiplies rows [first, end) of the scratch's queries with its keys. tile_at: the first position of the tile in the chunk. Scores
 // of panels without a position stay as they were.
 template <class Kv>
 inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
-    const long words = s.dim / 2;
-    pieces(first, end, range.from / kPanel, (range.end + kPanel - 1) / kPanel, [&]<int R, int Panels>(long row, long panel) {
+    const long words = s.dim / 2, panel = range.from / kPanel, panel_end = (range.end + kPanel - 1) / kPanel;
+#ifdef PDSERVE_AMX
+    return with_tiles([&]<class Tiles>() {
+        multiply_rows<Tiles, false>(s.query.data(), words, first, end, s.keys.data(), kPanel * words, panel, panel_end, 0, words,
+                                    &s.scores[tile_at], kChunk, asks_during(asker));
+    });
+#endif
+    pieces(first, end, panel, panel_end, [&]<int R, int Panels>(long row, long panel) {
         F16 sum[R][2 * Panels];
         for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, zeros());
         tile<Bf16Dot, R, Panels>(&s.query[row * words], words, &s.keys[panel * kPanel * words], kPanel * words, words, sum,
@@ -333,7 +354,13 @@ inline void score_tile(AttentionScratch& s, long first, long end, const Range& r
 template <class Kv>
 inline void add_values(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
     constexpr long tile_words = kTile / 2, stride = kChunk / 2;
-    const long from = range.from / 2, words = (range.end + 1) / 2 - from;
+    const long from = range.from / kPositions * kDepth, words = round_up(range.end, kPositions) / 2 - from;
+#ifdef PDSERVE_AMX
+    return with_tiles([&]<class Tiles>() {
+        multiply_rows<Tiles, true>(&s.weights[tile_at / 2], stride, first, end, s.values.data(), kPanel * tile_words, 0,
+                                   s.value_dim / kPanel, from, from + words, s.result.data(), s.value_dim, asks_during(asker));
+    });
+#endif
     pieces(first, end, 0, s.value_dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
         F16 sum[R][2 * Panels];
         float* at = &s.result[row * s.value_dim + panel * kPanel];

@@ -97,6 +97,33 @@ inline void add_products(const uint32_t* x, long stride, const RowTiles<R>& at, 
     }
 }
 
+// Multiplies rows [first, end) with panels [panel, panel_end) over words [begin, end_word) of k, and stores the products, or adds them
+// to what is there. to: that of row 0 and panel 0; `to_stride` numbers from row to row. meanwhile<Panels>(k) is called for each
+// product of that many panels.
+template <class Tiles, bool Add, class Meanwhile>
+inline void multiply_rows(const uint32_t* x, long stride, long first, long end, const uint32_t* panels, long panel_words, long panel,
+                          long panel_end, long begin, long end_word, float* to, long to_stride, const Meanwhile& meanwhile) {
+    const auto multiply = [&]<int Panels>() {
+        for (long row = first; row < end; row += kSide) {
+            const RowTiles<1> at{{row}, int(std::min<long>(kSide, end - row)), row};
+            float* sums = to + row * to_stride + panel * kPanel;
+            Tiles::hold(at.rows);
+            each_tile<2 * Panels>([&]<int I>() {
+                if constexpr (Add)
+                    Tiles::template load<I>(sums + I * kLanes, to_stride * 4);
+                else
+                    Tiles::template zero<I>();
+            });
+            add_products<Tiles, 1, 2 * Panels>(x, stride, at, panels + panel * panel_words, panel_words, begin, end_word, end_word,
+                                               [&](long k) { meanwhile.template operator()<Panels>(k); });
+            each_tile<2 * Panels>([&]<int I>() { Tiles::template store<I>(sums + I * kLanes, to_stride * 4); });
+        }
+        panel += Panels;
+    };
+    while (panel + 2 <= panel_end) multiply.template operator()<2>();
+    if (panel < panel_end) multiply.template operator()<1>();
+}
+
 // Prefetches sixteen words of k of a panel. A product of few rows does so a little ahead; for more rows, panels stay in a cache.
 inline void prefetch_words(const uint32_t* from) {
     for (long line = 0; line < 2 * kSide; line++) _mm_prefetch((const char*)(from + line * kLanes), _MM_HINT_T1);
