@@ -49,12 +49,16 @@ class OurEngine:
         return mean_s(step)
 
     def _step(self, case: Case) -> Callable[[], Any]:
-        """Return a function that executes the case. A prompt is computed in the chunks that the scheduler would make."""
-        plans = [
+        """Return a function that executes the case."""
+        plans = self.plans(case)
+        return lambda: [self.runner.execute(plan) for plan in plans]
+
+    def plans(self, case: Case) -> list[StepPlan]:
+        """Return the steps of a case. A prompt is computed in the chunks that the scheduler would make."""
+        return [
             StepPlan(tuple(self._slice(case, i, begin, min(begin + BUDGET, case.tokens)) for i in range(case.batch)))
             for begin in range(0, case.tokens, BUDGET)
         ]
-        return lambda: [self.runner.execute(plan) for plan in plans]
 
     def _slice(self, case: Case, i: int, begin: int, end: int) -> SequenceSlice:
         blocks = ceil_div(case.cached + case.tokens, self.runner.kv.spec.block_size)

@@ -173,17 +173,19 @@ def open_library(path: Path, *, emulated: bool = False) -> Found:
     emulated: tiles are emulated; the library is one of amx.
     """
     try:
-        library = _declare(ctypes.CDLL(str(path)))
+        library = declared(ctypes.CDLL(str(path)))
     except (OSError, AttributeError) as exc:
         return Found(None, f"the compiled kernels do not load, install pdserve again: {exc}")
     if library.pdserve_abi() != ABI:
         return Found(None, "the compiled kernels are of another version of pdserve: install it again")
     if emulated:
         library.pdserve_emulate()
+    isa = library.pdserve_isa().decode()
+    if isa == EMULATED and not emulated:  # a library has one state in a process
+        return Found(None, "its tiles are emulated in this process")
     missing = library.pdserve_missing().decode()
     if missing:
         return Found(None, missing if missing == PERMISSION else f"this CPU lacks {missing}")
-    isa = library.pdserve_isa().decode()
     return Found(library, f"{TITLES[isa]}, {library.pdserve_compiler().decode().split('(')[0].strip()}", isa)
 
 
@@ -192,7 +194,8 @@ def load() -> ctypes.CDLL | None:
     return find().library
 
 
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return a library whose functions know their types."""
     library.pdserve_abi.restype = library.pdserve_emulate.restype = c_int
     library.pdserve_missing.restype = library.pdserve_isa.restype = library.pdserve_compiler.restype = c_char_p
     library.pdserve_model_new.argtypes = (POINTER(NativeShape), c_void_p)

@@ -35,7 +35,7 @@ class Instructions:
 
     def __enter__(self) -> Instructions:
         if not self.here:
-            self._library.tiles_trap()
+            self._library.tiles_trap(0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +118,7 @@ def apart(tmp_path, monkeypatch):
 
     def take(emulated: bool) -> None:
         path = Path(shutil.copy(_installed_amx(), tmp_path / f"{emulated}.so"))
-        found = library._declare(ctypes.CDLL(str(path)))
+        found = library.declared(ctypes.CDLL(str(path)))
         assert found.pdserve_emulate() if emulated else True
         monkeypatch.setattr(library, "load", lambda: found)
 

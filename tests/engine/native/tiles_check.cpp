@@ -21,6 +21,7 @@ struct Tile {
 thread_local Tile tiles[8];
 thread_local bool configured;
 std::atomic<long> counts[6];
+bool counting;  // and not computing
 struct sigaction before;
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
@@ -102,6 +103,7 @@ int compute(const uint8_t* code, const greg_t* registers) {
     if (opcode == 0x49 && prefix == 3 && mode == 3) return std::memset(tiles[reg].byte, 0, sizeof tiles[reg].byte), counts[1]++, length;
     if (opcode == 0x4B && (prefix == 3 || prefix == 2) && mode != 3 && rm == 4) {
         uint8_t* at = address(stride);
+        if (counting) return counts[prefix == 3 ? 2 : 3]++, length;
         Tile& tile = tiles[reg];
         for (int row = 0; row < tile.rows; row++) {
             if (prefix == 3) {
@@ -116,6 +118,7 @@ int compute(const uint8_t* code, const greg_t* registers) {
     Tile &sum = tiles[reg], &x = tiles[rm], &w = tiles[third];
     if ((opcode != 0x5C && opcode != 0x5E) || mode != 3 || &sum == &x || &sum == &w || &x == &w) return 0;
     if (x.row_bytes != 4 * w.rows || x.rows != sum.rows || w.row_bytes != sum.row_bytes) return 0;
+    if (counting) return counts[opcode == 0x5C ? 4 : 5]++, length;
     if (opcode == 0x5C && prefix == 2) return add_products(sum, x, w), counts[4]++, length;
     if (opcode == 0x5E) return add_bytes(sum, x, w, prefix >= 2, prefix == 1 ? true : prefix == 3), counts[5]++, length;
     return 0;
@@ -167,9 +170,10 @@ void run(int op, int rows, const uint8_t* a, const uint8_t* b, const uint8_t* c,
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Computes AMX's instructions where the CPU refuses them, until `tiles_untrap`, which writes how many of each were computed so:
+// Computes AMX's instructions where the CPU refuses them, or counts them only, until `tiles_untrap`, which writes how many of each were computed so:
 // configurations, zeros, loads, stores, products of bfloat16, products of bytes.
-void tiles_trap(void) {
+void tiles_trap(int only_count) {
+    counting = only_count;
     struct sigaction ours = {};
     ours.sa_sigaction = handle, ours.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGILL, &ours, &before);
