@@ -135,6 +135,7 @@ _TYPES: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
     int: (_is_int, "an integer"),
     int | None: (_is_int, "an integer"),
     float: (_is_real, "a number"),
+    str: (lambda value: isinstance(value, str), "a string"),
     tuple[str, ...]: (lambda value: isinstance(value, tuple) and all(isinstance(s, str) for s in value), "strings"),
     tuple[int, ...]: (lambda value: isinstance(value, tuple) and all(type(i) is int for i in value), "integers"),
     tuple[tuple[int, float], ...]: (_are_biases, "numbers by token id"),

@@ -226,7 +226,7 @@ class RunningWorker:
         check_before_loading(self.card, engine)
         later = self._converts(engine)
         runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress)
-        runner.numerics = numerics_of(runner, engine)
+        runner.numerics = numerics_of(runner, self.card, engine)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes

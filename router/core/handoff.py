@@ -68,9 +68,9 @@ class Tokens:
         request = work.request
         delta = delta_of(row, request.spec)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
-            if request.times.attempt.first_decode_s is None:
-                self._note_first(work, now_s)
             ready = request.output.accept(delta)
+            if ready and request.times.attempt.first_decode_s is None:  # a row that came before is no decoded token
+                self._note_first(work, now_s)
             return self._out(request, ready[0], now_s) if len(ready) == 1 else self._emit(request, ready, now_s)
         if request.output.is_repeat(delta.index, len(delta.ids)):
             return ()

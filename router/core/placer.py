@@ -36,6 +36,7 @@ from router.core.policy import (
     compute_s,
     draw,
     pick,
+    pick_alike,
     prompt_wait_s,
     ttft_s,
     uncached_tokens,
@@ -501,9 +502,26 @@ class Placer:
         picked = pick(rows, scores)
         if picked is None:
             return None
-        reason = why(picked, which)
         shown = tuple(zip(pool.names(links[:MAX_SCORES]), scores, strict=False))
+        numerics = self._preferred_numerics(role, request, now_s, local)
+        if numerics and pool.worker(picked.link).hello.numerics != numerics:
+            usable = _both(ask.usable, lambda worker: worker.account is None or not worker.account.handicap(now_s))
+            others = pool.alike(numerics, ask._replace(usable=usable), near, picked.load)
+            rows = [picked, *(self._row(request, link, role, ranking, session) for link in others)]
+            picked = pick_alike(rows, ranking.scores(rows, view))
+        reason = why(picked, which)
         return Pick(pool.worker(picked.link), reason, shown, picked.cached_tokens, row=picked)
+
+    def _preferred_numerics(self, role: Role, request: LiveRequest, now_s: float, local: bool) -> str:
+        """Return the numerics of the worker that a request should get among workers that are equally good. Those are the
+        numerics of the workers that have computed it so far. At first they are those of the prefill worker whose turn it is.
+        Empty: all numerics are as good."""
+        if not self._registry.mixed_numerics or not request.exact:
+            return ""
+        if request.numerics or local or role is Role.PREFILL:
+            return request.numerics
+        lender = self._choose(Role.PREFILL, request, self._lending(request, now_s), now_s)
+        return "" if lender is None else lender.worker.hello.numerics
 
     def took(self, found: Pick) -> None:
         """Count a pick that is used: the worker has had its turn."""

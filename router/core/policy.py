@@ -348,6 +348,19 @@ def pick(candidates: Sequence[Candidate], scores: Sequence[float]) -> Candidate 
     return equals[0] if len(equals) == 1 else min(equals, key=lambda candidate: (candidate.picked, candidate.link))
 
 
+def pick_alike(candidates: Sequence[Candidate], scores: Sequence[float]) -> Candidate:
+    """Return the best one of the candidates after the first whose score is as high as that of the first, and which holds as
+    much of the prompt. If there is none, return the first."""
+    first, *others = candidates
+    least, *theirs = scores
+    good = [
+        (candidate, score)
+        for candidate, score in zip(others, theirs, strict=True)
+        if score >= least and candidate.cached_tokens >= first.cached_tokens
+    ]
+    return pick([candidate for candidate, _ in good], [score for _, score in good]) or first
+
+
 class Why(Enum):
     """The reason why a worker was picked, as stories and metrics name it."""
 

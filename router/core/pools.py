@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from pdserve.core.ids import Incarnation, WorkerId
@@ -162,7 +163,7 @@ class Sessions:
 
 MAX_LOOKS: Final = 32
 """The most workers without enough free KV that are passed over in the order of load. After them, the order of free KV finds a
-worker with enough, if there is one."""
+worker with enough, if there is one. So many workers are also looked at to find one with certain numerics."""
 EMPTY: Final = 1 << 62
 """The free tokens of a decode worker on which nothing is promised. Such a worker is always asked, since the estimate may be
 wrong."""
@@ -379,6 +380,19 @@ class Pool:
         if not found:
             found.update(dict.fromkeys(link for tier in tiers for link in self._roomy(tier, ask, at_most=1)))
         found.update(dict.fromkeys(kept))
+        return list(found)
+
+    def alike(self, numerics: str, ask: Ask, near: Iterable[LinkId], load: float) -> list[LinkId]:
+        """Return unclaimed workers with these numerics and at most this load that may take the request: all of `near`, and the
+        first one in each order of load, as far as the first `MAX_LOOKS` workers of the order have one."""
+
+        def fits(link: LinkId) -> bool:
+            like = link in self._workers and self._workers[link].hello.numerics == numerics
+            return like and self._states[link].open and self._states[link].load <= load and self.takes(link, ask)
+
+        found = dict.fromkeys(filter(fits, near))
+        for tier in self.fitting(ask.length):
+            found.update(dict.fromkeys(islice(filter(fits, (key[-1] for key in tier.by_load[:MAX_LOOKS])), 1)))
         return list(found)
 
     def to_keep(self, ask: Ask) -> Worker | None:

@@ -318,6 +318,8 @@ class Registry:
         self._allow_mixed_quantization = allow_mixed_quantization
         self.exact = True
         """True while all linked workers have the same numerics: then a token depends neither on the worker nor on its batch."""
+        self.mixed_numerics = False
+        """Two linked workers have different numerics, so it matters to a request which of them compute it."""
         self._by_link: dict[LinkId, Worker] = {}
         self._by_role: dict[Role, dict[LinkId, Worker]] = {role: {} for role in Role}
         self._by_seen: OrderedDict[LinkId, Worker] = OrderedDict()
@@ -514,7 +516,8 @@ class Registry:
 
     def _note_change(self, role: Role) -> None:
         numerics = {worker.hello.numerics for worker in self._by_link.values()}
-        self.exact = len(numerics) <= 1 and "" not in numerics
+        self.mixed_numerics = len(numerics) > 1
+        self.exact = not self.mixed_numerics and "" not in numerics
         kinds = ({w.hello.pairing: w.hello for w in self._by_role[side].values()} for side in (Role.PREFILL, Role.DECODE))
         prefill, decode = (kind.values() for kind in kinds)
         self.mixed_peers = any(not lender.may_pair(reader) for lender in prefill for reader in decode)

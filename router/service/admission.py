@@ -82,6 +82,7 @@ class Admission:
         SESSION_ID.check("session_id", request.session_id)
         slo = self._class_of(request.slo_class)
         deadline_s = self._deadline_s(request.deadline_s, slo)
+        check_types(RequestSpec, request.options, "an option")
         check_limits(RequestSpec, request.options)
         self._check_priority(request.options)
         # Types and limits come before tokenising, so that a wrong value does not cost a long encode; a bias

@@ -286,7 +286,7 @@ class Stage:
         assert peer.next_role is not None
         assert not peer.jobs, "a flip is over when nothing is left"
         self.leave(peer)
-        return self.join(peer.hello.worker_id, peer.next_role, flips=peer.hello.flips + 1)
+        return self.join(peer.hello.worker_id, peer.next_role, flips=peer.hello.flips + 1, numerics=peer.hello.numerics)
 
     def share(self, peer: Peer) -> None:
         """A worker tells that it shares blocks, and has none yet."""

@@ -144,8 +144,11 @@ def obstacle(spec: ModelSpec, kv: KvPool) -> str | None:
     """Return the reason, in words, why the compiled code does not run this model here; None when it runs."""
     if kv.device.type != "cpu":
         return "compiled steps are for CPUs"
-    if kv.dtype is not torch.bfloat16 or any(group.dtype not in KV_FORMATS for group in kv.spec.groups):
+    if kv.dtype is not torch.bfloat16:
         return "compiled steps are for bfloat16"
+    unknown = next((group.dtype for group in kv.spec.groups if group.dtype not in KV_FORMATS), None)
+    if unknown is not None:
+        return f"compiled steps do not store KV in {unknown}"
     lacking = spec.beyond(COMPUTED)
     if lacking is not None:
         return f"compiled steps do not compute {lacking}"

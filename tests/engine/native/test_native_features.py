@@ -304,6 +304,13 @@ def test_what_is_not_compiled_is_refused_by_name(spec, name):
     assert native.obstacle(spec, kv) == name
 
 
+def test_a_dtype_of_kv_that_compiled_code_does_not_store_is_named(monkeypatch):
+    kv = KvPool(model(BASE).kv_spec(SIZE, "int8"), MIB, torch.device("cpu"), torch.bfloat16)
+    assert native.obstacle(model(BASE), kv) != "compiled steps do not store KV in int8"
+    monkeypatch.delitem(native.KV_FORMATS, "int8")
+    assert native.obstacle(model(BASE), kv) == "compiled steps do not store KV in int8"
+
+
 @COMPILED
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("start", [512, 600])

@@ -114,7 +114,7 @@ class FaultyStage(Stage):
         elif (link := getattr(event, "link", None)) in self.peers:
             hello = self.peers[link].hello
             self.leave(self.peers[link])
-            self.join(hello.worker_id, hello.role, incarnation=hello.incarnation)
+            self.join(hello.worker_id, hello.role, incarnation=hello.incarnation, numerics=hello.numerics)
 
     def _perform(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.ReportBug):

@@ -70,15 +70,15 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from(Role), number=st.integers(0, 1), restarted=st.booleans(), newer=st.integers(0, 5))
     def join(self, role: Role, number: int, restarted: bool, newer: int = 0) -> None:
-        """A worker dials, perhaps again while its last link still stands. At times it is of a release that only workers of its
-        own release read."""
+        """A worker dials, perhaps again while its last link still stands. Its number decides its numerics. At times it is of a
+        release that only workers of its own release read."""
         worker_id = f"{role.value}-{number}"
         before = next((p for p in self.stage.peers.values() if p.hello.worker_id == worker_id), None)
         self.incarnations += 1
         incarnation = self.incarnations if before is None or restarted else before.hello.incarnation
         versions = {"oldest_peer_version": 7, "peer_version": 8} if newer == 5 else {}
         # It has no jobs: a worker that loses its link drops its work.
-        peer = self.stage.join(worker_id, role, incarnation=incarnation, **versions)
+        peer = self.stage.join(worker_id, role, incarnation=incarnation, numerics=("one", "other")[number], **versions)
         if self.incarnations % 2 and peer.link in self.stage.peers:
             self.stage.share(peer)
 
@@ -319,6 +319,8 @@ class CoreMachine(RuleBasedStateMachine):
             if outcome.ended == ["done"]:
                 assert outcome.report is not None
                 assert outcome.report.output_tokens == len(outcome.emitted)
+                numbers = {name[-1] for name in (outcome.report.prefill_worker, outcome.report.decode_worker) if name}
+                assert not outcome.report.exact or len(numbers) == 1
 
     @invariant()
     def demand_is_what_clients_saw(self) -> None:

@@ -103,6 +103,20 @@ def test_what_took_most_of_the_time_of_a_colocated_request(waits: tuple[float, .
     stage.assert_empty()
 
 
+def test_a_first_token_that_is_heard_twice_is_not_taken_for_a_decoded_one() -> None:
+    stage, _, decode = pools()
+    stage.submit("r", slo=ONE_S, max_tokens=8, deadline_s=5.0, placement=Placement.COLOCATED)
+    hear(stage, decode)
+    decode.progress()
+    again = decode.upward[0]
+    for _ in range(2):
+        stage.now_s += 0.5
+        stage.tell(again)
+    stage.now_s = 5.0
+    stage.tell(ev.Tick())
+    assert "first_gaps" not in counts(stage)
+
+
 def test_a_late_first_token_that_is_the_only_one_has_no_gap_and_misses_no_target_for_gaps() -> None:
     stage, prefill, decode = pools()
     stage.submit("r", slo=ONE_S, max_tokens=1, placement=Placement.DISAGGREGATED)
