@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,30 @@ def build(compiler_path: str, target: Path, *more: str, isa: str = "avx512_bf16"
     return target
 
 
+ONE_CLASS = tuple(isa for isa in library.SETS if isa != "amx")
+"""The sets that have the same bits. Products of AMX are added up otherwise: see test_native_tiles.py."""
+
+
 def harness_sets() -> list[str]:
     """The sets that this CPU computes. Tiles are emulated where it has none."""
-    found = {isa: library.open_library(path).library for isa in library.SETS if (path := library.installed(f"_kernels_{isa}"))}
-    own = [isa for isa in library.SETS if found.get(isa) is not None]
+    paths = {isa: path for isa in library.SETS if (path := library.installed(f"_kernels_{isa}")) is not None}
+    own = [isa for isa, path in paths.items() if library.open_library(path).library is not None]
     return [*own, library.EMULATED] if "avx512_bf16" in own else own
+
+
+@cache
+def _emulated() -> library.Found:
+    """A library apart from that of the process, whose tiles may be those of the CPU."""
+    path = library.installed("_kernels_amx")
+    assert path is not None
+    with tempfile.TemporaryDirectory() as directory:
+        return library.open_library(Path(shutil.copy(path, directory)), emulated=True)
+
+
+def installed_set(isa: str) -> library.Found:
+    """The library of a set. Skips the test where this CPU does not run it."""
+    path = library.installed(f"_kernels_{isa}")
+    found = _emulated() if isa == library.EMULATED else library.open_library(path) if path else library.Found(None, "not built")
+    if found.library is None:
+        pytest.skip(found.why)
+    return found

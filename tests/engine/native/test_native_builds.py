@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_builds import NATIVE, build, compiler
+from native_builds import NATIVE, ONE_CLASS, build, compiler, installed_set
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
@@ -45,20 +45,6 @@ def logits_of(tiny_dir, make_sheets, way, change=as_it_is) -> list[torch.Tensor]
         StepPlan((long.piece(299, 300), short.piece(40, 41))),
     ]
     return [runner.logits(step) for step in steps]
-
-
-ONE_CLASS = tuple(isa for isa in library.SETS if isa != "amx")
-"""The sets that have the same bits. Products of AMX are added up otherwise: see test_native_tiles.py."""
-
-
-def installed_set(isa: str) -> library.Found:
-    """The library of a set. Skips the test where this CPU does not run it."""
-    path = library.installed(f"_kernels_{isa.removesuffix('_emulated')}")
-    assert path is not None
-    found = library.open_library(path, emulated=isa == library.EMULATED)
-    if found.library is None:
-        pytest.skip(found.why)
-    return found
 
 
 @pytest.mark.parametrize("isa", ONE_CLASS)
