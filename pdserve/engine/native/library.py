@@ -19,7 +19,7 @@ from typing import Final
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 12  # PDSERVE_ABI of abi.h
+ABI: Final = 13  # PDSERVE_ABI of abi.h
 SETS: Final = ("avx512_bf16", "avx512", "avx2")
 """The instruction sets that have a library, the fastest first. All compute the same bits: see src/matmul.h."""
 TITLES: Final = {"avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2"}

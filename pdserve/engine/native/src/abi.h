@@ -72,7 +72,7 @@ struct PdStep {
     const int32_t *out;                       // [out_rows], the rows whose logits are wanted, ascending
     const PdGroup *groups;                    // [groups]
     int64_t block_size;                       // of all groups
-    float *logits;                            // [out_rows, vocab]
+    float *logits;                            // [out_rows, vocab]; null when only `best` is wanted
     int32_t *best;                            // [out_rows], the lowest id of the largest logit; -1 where this logit is not a
                                               // finite number
 };
@@ -101,7 +101,7 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 12  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 13  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
