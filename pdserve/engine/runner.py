@@ -213,9 +213,9 @@ class ModelRunner:
         return StepTraffic.of(shape, weight_bits=weight_bits, head_bits=head_bits, kv_bits=kv_bits)
 
     @property
-    def product_rate(self) -> float:
-        """The most products a second, relative to those of the engine's dtype."""
-        return self._model.scheme.rate if isinstance(self._model, native.NativeDecoder) else 1.0
+    def products(self) -> torch.dtype:
+        """The dtype of the numbers that are multiplied with each other in most products."""
+        return self._model.scheme.products if isinstance(self._model, native.NativeDecoder) else self.kv.dtype
 
     def expert_load(self) -> ExpertLoad | None:
         """Return the spread of all tokens so far over the model's experts. Only the thread that executes steps may call it."""

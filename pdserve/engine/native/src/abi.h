@@ -153,5 +153,9 @@ int pdserve_model_forward(void *model, const PdStep *step);
 // a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
 
+// Multiplies numbers of 8 or 16 bits that are in registers, by the instruction that weights are multiplied by. Returns the number
+// of operations, which is proportional to `rounds`: the caller measures their rate.
+int64_t pdserve_products(int bits, int64_t rounds);
+
 #pragma GCC visibility pop
 }
