@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.claims.figures import MIN_ROUNDS
+from bench.engine.floors import cpu_name
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
 
@@ -78,14 +78,8 @@ class Rounds:
 
 def describe_machine() -> str:
     """Return the processor, its number of cores, and the memory, in words."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
 
 
 def commit() -> str:

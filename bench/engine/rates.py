@@ -6,9 +6,10 @@
 The cases are prefill of 512 and 2,048 tokens, and decode steps of 1 to 64 sequences at 128 tokens of context and of 32 at
 2,048. In each round all engines are measured in turn, case by case, so that other work on the machine slows all of them. The
 table shows medians over the rounds; each figure is also printed as it comes. The floor of a step is the longer of two times:
-reading its weights and KV at the measured memory bandwidth, and computing its products at the measured peak of bfloat16 (twice
-this peak for products of integers). Both rates are measured in each round, and a share of the floor uses the rates of its own
-round.
+reading its weights and KV at the measured memory bandwidth, and computing its products at the measured peak of the numbers that
+it multiplies, bfloat16 or 8 bits. All rates are measured in each round, and a share of the floor uses the rates of its own
+round. The peak is the best of oneDNN and of the instruction of our compiled code. A second table has both, with what our engine
+reached, so that a machine with a faster instruction than the set in use shows.
 
 --shape measures a model of random weights instead: `SHAPES` of shapes.py. The floor of a mixture of experts counts the experts
 that the tokens of a step choose when all are chosen alike. llama.cpp's files are made for Llama only.
@@ -32,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine.floors import Machine, measure, median_of
+from bench.engine.floors import Machine, cpu_name, measure, median_of
 from bench.engine.ours import load
 from bench.engine.peers.cases import CASES, Case
 from bench.engine.peers.peer import ENGINES, NotInstalled, PeerFailed, chosen, started
@@ -40,6 +41,7 @@ from bench.engine.roofline import BF16, INT4, INT8, Q4_1, Q8_0, Numbers, Point, 
 from bench.engine.shapes import SHAPES, shape_directory
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
+from pdserve.engine.native import library
 
 OURS = {None: ("pdserve bf16", BF16), "int8": ("pdserve int8", INT8), "int4": ("pdserve int4", INT4)}
 ROUNDING = {None: BF16, "BF16": BF16, "Q8_0": Q8_0, "Q4_1": Q4_1, "openvino fp32": BF16, "openvino int8": INT8}
@@ -119,8 +121,8 @@ def _cell(row: Row, case: Case, card: ModelCard, machines: Sequence[Machine]) ->
     seconds = row.median_s(case)
     if seconds is None:
         return "-"
-    work, rate = work_of(case, card, row.numbers), row.numbers.rate
-    share = statistics.median(work.floor_s(m, rate) / taken for m, taken in zip(machines, row.times[case], strict=False))
+    work, bits = work_of(case, card, row.numbers), row.numbers.bits
+    share = statistics.median(work.floor_s(m, bits) / taken for m, taken in zip(machines, row.times[case], strict=False))
     return f"{case.step_tokens / seconds:,.0f} ({share:.0%})"
 
 
@@ -131,6 +133,25 @@ def _ratio(rows: Sequence[Row], case: Case, *, bf16: bool) -> str:
         if seconds is not None and (row.numbers is BF16 or not bf16):
             best[row.ours] = min(seconds, best.get(row.ours, seconds))
     return f"{best[False] / best[True]:.2f} x" if len(best) == 2 else "-"
+
+
+def products_of(rows: Sequence[Row], card: ModelCard, machine: Machine, isa: str) -> Table:
+    """Return the table of operations a second: of the instruction of our engine, of the machine, and of our fastest step.
+
+    isa: the instruction set of compiled steps, or the name for none.
+    """
+    table = Table("weights", f"instruction of {isa}", "its rate", "the machine's", "reached", title=f"GFLOP/s on {cpu_name()}")
+    for row in rows:
+        rates = [work_of(case, card, row.numbers).flops / s for case in CASES if (s := row.median_s(case)) is not None]
+        if not row.ours or not rates:
+            continue
+        bits, reached = row.numbers.bits, max(rates)
+        name = library.KNOWN[isa].products(bits) if isa in library.KNOWN else "-"
+        limits = machine.set_flops_s(bits), machine.flops_s(bits)
+        table.add_row(
+            row.name, name, *(f"{limit / 1e9:,.0f}" for limit in limits), f"{reached / 1e9:,.0f} ({reached / limits[1]:.0%})"
+        )
+    return table
 
 
 def points_of(rows: Sequence[Row], card: ModelCard) -> list[Point]:
@@ -160,9 +181,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
     machine = median_of(machines)
     title = (
         f"{card.name}, {args.threads} thread(s), tokens/s and share of the floor: "
-        f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, bfloat16 products {machine.bf16_flops_s / 1e9:.0f} GFLOP/s"
+        f"memory {machine.read_bytes_s / 1e9:.0f} GB/s, products of bfloat16 {machine.bf16_flops_s / 1e9:.0f} and of 8 bits "
+        f"{machine.int8_flops_s / 1e9:.0f} GFLOP/s"
     )
     console.print(table_of(rows, card, machines, title, cases))
+    console.print(products_of(rows, card, machine, library.find().isa))
     if args.plot is not None:
         plot(args.plot, title.split(",")[0], machine, points_of(rows, card))
 

@@ -21,18 +21,18 @@ from pdserve.core.roofline import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Storage of weights: bytes of each, scales included. rate: speed of their products relative to bfloat16."""
+    """Storage of weights: bytes of each, scales included. bits: those of the numbers that are multiplied, 16 or 8."""
 
     layer_bytes: float
     head_bytes: float
-    rate: float
+    bits: int
 
 
-BF16: Final = Numbers(2.0, 2.0, 1.0)
-INT8: Final = Numbers(1.0, 1.0, 2.0)
-INT4: Final = Numbers(0.5 + 4 / 32, 1.0, 1.0)  # 32 weights share four bytes, and multiply in bfloat16
-Q8_0: Final = Numbers(1.0 + 2 / 32, 1.0 + 2 / 32, 2.0)
-Q4_1: Final = Numbers(0.5 + 4 / 32, 0.5 + 4 / 32, 2.0)
+BF16: Final = Numbers(2.0, 2.0, 16)
+INT8: Final = Numbers(1.0, 1.0, 8)
+INT4: Final = Numbers(0.5 + 4 / 32, 1.0, 16)  # 32 weights share four bytes, and multiply in bfloat16
+Q8_0: Final = Numbers(1.0 + 2 / 32, 1.0 + 2 / 32, 8)
+Q4_1: Final = Numbers(0.5 + 4 / 32, 0.5 + 4 / 32, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Work:
         """Operations a byte."""
         return self.flops / self.read_bytes
 
-    def floor_s(self, machine: Machine, rate: float) -> float:
+    def floor_s(self, machine: Machine, bits: int) -> float:
         """Return the longer of the times for reading and for products. Attention always multiplies in bfloat16.
 
-        rate: speed of the products with weights relative to bfloat16.
+        bits: those of the numbers that are multiplied with weights.
         """
-        products_s = (self.weight_flops / rate + self.score_flops) / machine.bf16_flops_s
+        products_s = self.weight_flops / machine.flops_s(bits) + self.score_flops / machine.bf16_flops_s
         return max(self.read_bytes / machine.read_bytes_s, products_s)
 
 
@@ -118,8 +118,8 @@ def _draw(path: Path, title: str, machine: Machine, found: list[Point], line: st
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.add_subplot()
     xs = [min(p.work.intensity for p in found) / 2, max(p.work.intensity for p in found) * 2]
-    for name, rate, style in (("bfloat16", 1, "-"), ("8 bits", 2, "--")):
-        peak = rate * machine.bf16_flops_s
+    for name, bits, style in (("bfloat16", 16, "-"), ("8 bits", 8, "--")):
+        peak = machine.flops_s(bits)
         ridge = peak / machine.read_bytes_s
         roof = [(xs[0], xs[0] * machine.read_bytes_s), (ridge, peak), (xs[1], peak)]
         axes.plot(*zip(*roof, strict=True), color=line, linestyle=style, linewidth=1.2)

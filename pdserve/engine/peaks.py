@@ -2,6 +2,8 @@
 
 The peaks of a GPU come from its data sheet, by its name. A CPU has no such sheet for the cores that a worker gets, so products
 and reads are measured once, in about 0.1 s. Both are the best of several tries, since other work on the machine slows some.
+The peak of products is what the machine can do for the numbers that the engine multiplies: the rate of the instruction that the
+compiled code uses, or that of oneDNN, which may use a faster one.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,10 +23,15 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.linear import Linear, scheme_for
 from pdserve.engine.memory import host
+from pdserve.engine.native import library
 
 WIDTH: Final = 256
 """The rows, inputs and outputs of the product. It takes 0.2 ms, so that some tries pass while no other process has the core. A
 product of 512 is 7 % faster, and was measured at a thirtieth of its speed while workers started side by side."""
+ROUNDS: Final = 10_000
+"""Rounds of products in registers: 0.05 to 0.2 ms, for the same reason."""
+PRODUCT_BITS: Final = {torch.bfloat16: 16, torch.int8: 8}
+"""The numbers that compiled code multiplies."""
 MIN_TRIES: Final = 8
 MAX_S: Final = 0.1
 """After this time fewer tries are enough."""
@@ -46,10 +54,10 @@ class Peaks(NamedTuple):
     bytes_per_s: float = 0.0
 
 
-def peaks_of(kv: KvPool, config: EngineConfig, *, rate: float = 1.0, seen_flops_per_s: float = 0.0) -> Peaks:
+def peaks_of(kv: KvPool, config: EngineConfig, *, products: torch.dtype | None = None, seen_flops_per_s: float = 0.0) -> Peaks:
     """Return the peaks of the device of a pool. A setting wins over what is known or measured.
 
-    rate: the speed of the products with weights relative to the engine's dtype, since int8 weights multiply faster.
+    products: the dtype of the numbers that are multiplied with each other; the engine's dtype if it is None.
     seen_flops_per_s: operations a second that a step of the model has reached. The peak of a CPU is not below it.
     """
     if kv.device.type == "cuda":
@@ -60,20 +68,52 @@ def peaks_of(kv: KvPool, config: EngineConfig, *, rate: float = 1.0, seen_flops_
     elif config.peak_flops_per_s is not None and config.peak_bytes_per_s is not None:
         known = Peaks()
     else:
-        known = Peaks(max(rate * _products(kv.dtype), seen_flops_per_s), _reads(kv))
+        known = Peaks(max(_products(products or kv.dtype), seen_flops_per_s), _reads(kv))
     return Peaks(config.peak_flops_per_s or known.flops_per_s, config.peak_bytes_per_s or known.bytes_per_s)
 
 
 def _products(dtype: torch.dtype) -> float:
-    """Return the operations a second of a product in `dtype`: the rate of one thread, times the worker's threads.
+    """Return the most operations a second of products in `dtype`: the rate of one thread, times the worker's threads.
 
     If all threads were timed together, they would wait for the thread that other work on the machine slows down.
     """
-    ones = torch.ones(WIDTH, WIDTH, dtype=dtype)
     threads = torch.get_num_threads()
     with _one_thread():
-        multiply = Linear(scheme_for(ones.device, dtype), ones)
-        return threads * 2 * WIDTH**3 / _best_s([lambda: multiply(ones)], PRODUCTS_S)
+        best = max(instruction_rate(dtype, _products_s), onednn_rate(dtype, WIDTH, _products_s))
+    return threads * best
+
+
+TimeOf = Callable[[Callable[[], object]], float]
+"""Function that calls a function and returns the seconds of a call."""
+
+
+def _products_s(call: Callable[[], object]) -> float:
+    return _best_s([call], PRODUCTS_S)
+
+
+def instruction_rate(dtype: torch.dtype, time_of: TimeOf) -> float:
+    """Return the operations a second at which one thread multiplies numbers of `dtype` by the instruction of the compiled code.
+
+    They are in registers, so this is the most that the set in use can do. 0: no compiled code multiplies such numbers here.
+    """
+    compiled = library.load()
+    if compiled is None or dtype not in PRODUCT_BITS:
+        return 0.0
+    multiply = partial(compiled.pdserve_products, PRODUCT_BITS[dtype], ROUNDS)
+    operations: int = multiply()
+    return operations / time_of(multiply)
+
+
+def onednn_rate(dtype: torch.dtype, width: int, time_of: TimeOf) -> float:
+    """Return the operations a second of a product of two matrices [width, width] by torch, whose oneDNN uses the fastest
+    instructions that the CPU has. 0: this torch multiplies no such numbers."""
+    ones = torch.ones(width, width, dtype=dtype)
+    if dtype is not torch.int8:
+        return 2 * width**3 / time_of(partial(Linear(scheme_for(ones.device, dtype), ones), ones))
+    try:
+        return 2 * width**3 / time_of(partial(torch._int_mm, ones, ones))
+    except (AttributeError, NotImplementedError, RuntimeError):  # it is private to torch, as those of `Linear` are
+        return 0.0
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.model_spec import ModelSpec
 from pdserve.core.roofline import ModelShape, StepTraffic
-from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
+from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import ExpertLoad, expert_load
 from pdserve.engine.attention.api import Scores
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
@@ -47,7 +48,7 @@ from pdserve.engine.models.batched import BatchedDecoder, Hidden
 from pdserve.engine.models.decoder import Backend, Decoder, obstacle
 from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
-from pdserve.engine.sampler import MaskThread, best_ids, sample
+from pdserve.engine.sampler import MaskThread, all_greedy, best_ids, sample
 
 DRAFTS_OBSTACLE: Final = (
     "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
@@ -212,9 +213,9 @@ class ModelRunner:
         return StepTraffic.of(shape, weight_bits=weight_bits, head_bits=head_bits, kv_bits=kv_bits)
 
     @property
-    def product_rate(self) -> float:
-        """The most products a second, relative to those of the engine's dtype."""
-        return self._model.scheme.rate if isinstance(self._model, native.NativeDecoder) else 1.0
+    def products(self) -> torch.dtype:
+        """The dtype of the numbers that are multiplied with each other in most products."""
+        return self._model.scheme.products if isinstance(self._model, native.NativeDecoder) else self.kv.dtype
 
     def expert_load(self) -> ExpertLoad | None:
         """Return the spread of all tokens so far over the model's experts. Only the thread that executes steps may call it."""
@@ -247,11 +248,14 @@ class ModelRunner:
     def _launch(self, plan: StepPlan) -> Pending:
         specs = plan.specs  # taken now, while they are in the CPU's caches
         with self._masks.computing(specs):
-            logits = self._model.forward(plan, plan.sampled_rows)
+            greedy = all_greedy(specs)
+            logits = self._model.forward(plan, plan.sampled_rows, best_alone=greedy)
         drawn: list[Sampled] = []
         best: Tensor | None = None
-        if logits is not None and self._on_cuda and all(spec is GREEDY for spec in specs):
+        if logits is not None and self._on_cuda and greedy:
             best = best_ids(logits.values).to("cpu", non_blocking=True)  # into pinned memory, so the copy is queued as well
+        elif logits is not None and greedy and logits.best is not None:
+            drawn = list(zip(logits.best, repeat(None)))
         elif logits is not None:
             drawn = sample(logits.values, specs, logits.best, logits.sample)
         if not self._on_cuda:

@@ -233,7 +233,7 @@ class RunningWorker:
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)
         flops = StepFlops.of(ModelShape.of(self.card.spec)).chunk(0, settled.prompt_tokens)
         seen_flops_per_s = flops / settled.prompt_s
-        self._peaks = peaks_of(runner.kv, engine, rate=runner.product_rate, seen_flops_per_s=seen_flops_per_s)
+        self._peaks = peaks_of(runner.kv, engine, products=runner.products, seen_flops_per_s=seen_flops_per_s)
         caches = runner.kv.caches
         pool = BlockPools(*[cache.num_blocks for cache in caches], layouts=[cache.layout for cache in caches])
         scheduler = Scheduler(

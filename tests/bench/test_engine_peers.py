@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from bench.clients.__main__ import CLIENTS
+from bench.engine.floors import Machine, median_of
 from bench.engine.peers import openvino_files, peer
 from bench.engine.peers.cases import CASES, Case
 from bench.engine.peers.install import RECIPES, NotInstalled
 from bench.engine.peers.openvino_files import openvino_folder
 from bench.engine.peers.peer import CONTENDERS, Peer, PeerFailed
-from bench.engine.rates import ROUNDING
-from bench.engine.roofline import BF16, INT4, layers_read, work_of
+from bench.engine.rates import ROUNDING, Row, products_of
+from bench.engine.roofline import BF16, INT4, INT8, Work, layers_read, work_of
 from bench.engine.shapes import SHAPES
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.families.registry import family_of
 from pdserve.checkpoint.resolve import resolve
 from pdserve.core.roofline import ModelShape
+from pdserve.engine.native import library
 
 SERVER = """
 import os
@@ -93,6 +96,39 @@ def test_every_engine_is_installable_and_its_weights_have_a_floor():
     assert {one.engine for one in CONTENDERS} | clients == set(RECIPES)
     assert {one.weights for one in CONTENDERS} == set(ROUNDING)
     assert all((ROUNDING[one.weights] is BF16) == one.bf16 for one in CONTENDERS)
+
+
+MACHINE = Machine(
+    2, read_bytes_s=1e18, bf16_flops_s=10e9, copy_bytes_s=1.0, int8_flops_s=30e9, set_bf16_flops_s=4e9, set_int8_flops_s=8e9
+)
+
+
+def test_products_of_a_step_take_their_own_peak_and_attention_that_of_bfloat16():
+    """Products of integers were priced at twice the rate of bfloat16 on every machine."""
+    work = Work(read_bytes=1.0, weight_flops=30e9, score_flops=10e9)
+    assert work.floor_s(MACHINE, BF16.bits) == 4.0
+    assert work.floor_s(MACHINE, INT8.bits) == 2.0
+
+
+def test_a_table_tells_the_instruction_the_machine_and_what_was_reached():
+    """(1) A step of bfloat16 and one of int8 are measured. (2) A peer and an engine without figures are left out."""
+    card, prompt = ModelCard.load(resolve("tiny")), CASES[0]
+    rows = [Row("ours", BF16, None, True), Row("ours int8", INT8, None, True), Row("none", INT4, None, True)]
+    rows.append(Row("theirs", BF16, None, False))
+    for row, seconds in zip((rows[0], rows[1], rows[3]), (1.0, 0.5, 1.0), strict=True):
+        row.times[prompt] = [seconds * work_of(prompt, card, BF16).flops / 5e9]
+    table = products_of(rows, card, MACHINE, "avx2")
+    cells = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert cells == [
+        ("ours", library.KNOWN["avx2"].bf16, "4", "10", "5 (50%)"),
+        ("ours int8", library.KNOWN["avx2"].int8, "8", "30", "10 (33%)"),
+    ]
+    assert list(products_of(rows, card, MACHINE, library.NO_SET).columns[1].cells) == ["-", "-"]
+
+
+def test_the_middle_of_rounds_is_of_each_rate():
+    rounds = [replace(MACHINE, int8_flops_s=rate, set_bf16_flops_s=3 - rate) for rate in (1.0, 2.0, 3.0)]
+    assert median_of(rounds) == replace(MACHINE, int8_flops_s=2.0, set_bf16_flops_s=1.0)
 
 
 def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def test_the_default_model_too(make_runner, make_sheets, default_model, way):
 def test_compiled_steps_are_invariant_without_being_asked(make_runner, make_sheets, quantization):
     """They have one mode: what users get for nothing."""
     runner = make_runner(dtype="bfloat16", quantization=quantization)
-    assert runner.describe().startswith(f"compiled bfloat16 ({library.TITLES[library.find().isa]}, ")
+    assert runner.describe().startswith(f"compiled bfloat16 ({library.KNOWN[library.find().isa].title}, ")
     assert runner.describe().endswith("; batch-invariant: yes")
     assert runner.isa == library.find().isa
     rng = random.Random(6)

@@ -12,6 +12,7 @@ import torch
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine import peaks
+from pdserve.engine.native import library
 from pdserve.engine.peaks import Peaks, peaks_of
 
 
@@ -38,10 +39,55 @@ def test_a_cpu_is_measured_and_torch_has_its_threads_back(nbytes: int) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_peak_is_not_below_what_a_step_has_reached_and_grows_with_the_rate_of_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peaks, "_products", lambda dtype: 10.0)
-    assert peaks_of(pool(MIB), EngineConfig(), rate=2.0).flops_per_s == 20.0
-    assert peaks_of(pool(MIB), EngineConfig(), rate=2.0, seen_flops_per_s=30.0).flops_per_s == 30.0
+def test_the_peak_is_of_the_numbers_that_are_multiplied_and_not_below_what_a_step_has_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was twice the rate of bfloat16 for 8 bits, whatever the machine's instructions give."""
+    monkeypatch.setattr(peaks, "_products", {torch.bfloat16: 10.0, torch.int8: 17.0}.__getitem__)
+    assert peaks_of(pool(MIB), EngineConfig()).flops_per_s == 10.0
+    assert peaks_of(pool(MIB), EngineConfig(), products=torch.int8).flops_per_s == 17.0
+    assert peaks_of(pool(MIB), EngineConfig(), products=torch.int8, seen_flops_per_s=30.0).flops_per_s == 30.0
+
+
+@pytest.mark.parametrize(("instruction", "onednn"), [(5.0, 7.0), (7.0, 5.0)])
+def test_the_peak_of_products_is_the_machines_whoever_reaches_it(
+    instruction: float, onednn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN may use an instruction that the set in use lacks, and may be slower than the set's own."""
+    monkeypatch.setattr(peaks, "instruction_rate", lambda dtype, time_of: instruction)
+    monkeypatch.setattr(peaks, "onednn_rate", lambda dtype, width, time_of: onednn)
+    assert peaks._products(torch.bfloat16) == 7.0 * torch.get_num_threads()
+
+
+def test_the_rate_of_an_instruction_is_its_operations_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    compiled = SimpleNamespace(pdserve_products=lambda bits, rounds: asked.append((bits, rounds)) or 600)
+    monkeypatch.setattr(library, "load", lambda: compiled)
+    assert peaks.instruction_rate(torch.int8, lambda call: 2.0) == 300.0
+    assert peaks.instruction_rate(torch.bfloat16, lambda call: 3.0) == 200.0
+    assert asked == [(8, peaks.ROUNDS), (16, peaks.ROUNDS)]
+    assert peaks.instruction_rate(torch.float32, lambda call: 1.0) == 0.0
+    monkeypatch.setattr(library, "load", lambda: None)
+    assert peaks.instruction_rate(torch.int8, lambda call: 1.0) == 0.0
+
+
+@pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+def test_operations_of_an_instruction_are_counted() -> None:
+    compiled = library.load()
+    assert compiled is not None
+    one = compiled.pdserve_products(16, 1)
+    assert one > 0
+    assert compiled.pdserve_products(16, 7) == 7 * one
+    assert compiled.pdserve_products(8, 7) == 14 * one, "as many registers of numbers that are half as wide"
+
+
+def test_a_torch_that_multiplies_no_such_numbers_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch, "_int_mm", refuses)
+    assert peaks.onednn_rate(torch.int8, 64, lambda call: (call(), 1.0)[1]) == 0.0
+    assert peaks.onednn_rate(torch.bfloat16, 64, lambda call: (call(), 1.0)[1]) == 2 * 64**3
 
 
 @pytest.mark.usefixtures("quick")

@@ -81,8 +81,7 @@ class CompiledScheme:
 
     bits: bits of a weight: 16 (bfloat16), 8 (activations are rounded to 8 bits as well) or 4 (activations are bfloat16).
     head_bits: bits of a weight of the head. multiple: each width that is multiplied must be a multiple of this number.
-    scale_bits: bits of scales for each weight of a layer, where they are not negligible. rate: the most products a second,
-    relative to bfloat16.
+    scale_bits: bits of scales for each weight of a layer, where they are not negligible.
     """
 
     name: str
@@ -90,7 +89,11 @@ class CompiledScheme:
     head_bits: int
     multiple: int = 1
     scale_bits: float = 0.0
-    rate: float = 1.0
+
+    @property
+    def products(self) -> torch.dtype:
+        """The dtype of the numbers that are multiplied."""
+        return torch.int8 if self.bits == 8 else torch.bfloat16
 
     def check(self, widths: Iterable[int]) -> None:
         """Raise `ConfigError` when a width does not allow this scheme."""
@@ -107,7 +110,7 @@ class CompiledScheme:
 
 COMPILED_SCHEMES: Final = {
     None: CompiledScheme("bf16", bits=16, head_bits=16),
-    "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64, rate=2.0),  # 64 activations share a scale
+    "int8": CompiledScheme("int8", bits=8, head_bits=8, multiple=64),  # 64 activations share a scale
     # A head of 4 bits costs SmolLM2 5 % of perplexity, a head of 8 bits costs nothing. 32 weights share a scale.
     "int4": CompiledScheme("int4", bits=4, head_bits=8, multiple=64, scale_bits=32 / 32),
 }

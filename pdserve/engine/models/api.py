@@ -22,8 +22,9 @@ class Samples(Protocol):
 class Logits:
     """Logits of some rows of a step. They are valid until the next step.
 
-    values: [rows, vocab] float32. best: [rows], the lowest id of each row's largest logit, or `NO_TOKEN` (see `sampler`).
-    sample: a faster way to the tokens of `sampler`. The last two are None where the model has nothing faster than `sampler`.
+    values: [rows, vocab] float32, or [0, vocab] where `best` alone was asked for. best: [rows], the lowest id of each row's
+    largest logit, or `NO_TOKEN` (see `sampler`). sample: a faster way to the tokens of `sampler`. The last two are None where
+    the model has nothing faster than `sampler`.
     """
 
     values: Tensor
@@ -40,11 +41,12 @@ class Model(Protocol):
     way: str
     """What computes the steps: compiled, Triton or torch."""
 
-    def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
+    def forward(self, plan: StepPlan, rows: list[int], *, best_alone: bool = False) -> Logits | None:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty. On a GPU all of this is
         queued on the current stream.
 
-        The tokens of all slices, one after the other, are the rows of the step. `rows` is ascending.
+        The tokens of all slices, one after the other, are the rows of the step. `rows` is ascending. best_alone: the caller
+        needs no more than `best` where the model has it, so the model may leave the other logits out.
         """
 
     def expert_counts(self) -> list[LayerCounts]:

@@ -29,7 +29,7 @@ class BatchedDecoder:
         self._rows = backend.rows
         self.way = backend.name
 
-    def forward(self, plan: StepPlan, rows: list[int]) -> Logits | None:
+    def forward(self, plan: StepPlan, rows: list[int], *, best_alone: bool = False) -> Logits | None:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
         hidden = self._hidden(make_batch(plan, self._caches, self._rows.padded(plan.num_tokens)))
         if not rows:

@@ -197,7 +197,7 @@ class NativeDecoder:
         self._vocab = spec.vocab_size
         mlps = enumerate(layer.mlp for layer in spec.layers)
         self._mixtures = [(number, mlp.experts) for number, mlp in mlps if isinstance(mlp, MoeSpec)]
-        self._room = self._logits = torch.empty(0, spec.vocab_size)
+        self._room = self._logits = self._no_values = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
         self._embedding = weights.embedding.contiguous()
         ropes = {rope_key(one.attention) for one in spec.layers}
@@ -220,8 +220,8 @@ class NativeDecoder:
         self._take_vector(0, _BEFORE_HEAD, weights.norm, spec.norm.offset)
         self._take(0, HEAD, weights.head)
 
-    def forward(self, plan: StepPlan, rows: list[int]) -> Logits:
-        """Compute the plan, write its KV, and return the logits of `rows`.
+    def forward(self, plan: StepPlan, rows: list[int], *, best_alone: bool = False) -> Logits:
+        """Compute the plan, write its KV, and return the logits of `rows`. With `best_alone` they are never in memory.
 
         The plan is turned into one array for each field, so that the loops over sequences run in C. Torch is called only
         where it is needed: a call takes 10 to 90 us when the step before has emptied the CPU's caches. Raises MemoryError,
@@ -233,15 +233,17 @@ class NativeDecoder:
         for group, own in zip(self._groups, tables, strict=True):
             group.span_table, group.tables = own.begins.buffer_info()[0], own.ids.buffer_info()[0]
         best = array("i", bytes(4 * len(rows)))
-        if len(rows) != self._rows:
+        if len(rows) != self._rows and not best_alone:
             self._make_room(len(rows))
         first, lengths, wanted = array("i", starts), array("i", map(len, token_ids)), array("i", rows)
         step = library.Step(
             self.threads, self._layers, len(tokens), len(starts), len(rows), tokens.buffer_info()[0], first.buffer_info()[0],
-            lengths.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size, self._logits_address,
-            best.buffer_info()[0],
+            lengths.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size,
+            0 if best_alone else self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
+        if best_alone:
+            return Logits(self._no_values, best.tolist())
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
     @contextmanager

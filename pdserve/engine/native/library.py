@@ -15,16 +15,37 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 13  # PDSERVE_ABI of abi.h
-SETS: Final = ("amx", "avx512_bf16", "avx512", "avx2")
-"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h."""
+ABI: Final = 14  # PDSERVE_ABI of abi.h
+
+
+class InstructionSet(NamedTuple):
+    """The names of an instruction set for people, and of the instructions that multiply numbers of 16 and of 8 bits."""
+
+    title: str
+    bf16: str
+    int8: str
+
+    def products(self, bits: int) -> str:
+        """Return the instruction that multiplies numbers of so many bits."""
+        return self.int8 if bits == 8 else self.bf16
+
+
 EMULATED: Final = "amx_emulated"
 """The library of amx with emulated tiles. It gives the bits of amx on CPUs that have only avx512_bf16, and it is slow."""
-TITLES: Final = {"amx": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512": "AVX-512", "avx2": "AVX2", EMULATED: "emulated AMX"}
+KNOWN: Final = {
+    "amx": InstructionSet("AMX", "tdpbf16ps", "tdpbsud"),
+    "avx512_bf16": InstructionSet("AVX-512 with bf16", "vdpbf16ps", "vpdpbusd"),
+    "avx512": InstructionSet("AVX-512", "two vfmadd231ps", "vpdpbusd"),
+    "avx2": InstructionSet("AVX2", "two vfmadd231ps", "vpmaddubsw"),
+    EMULATED: InstructionSet("emulated AMX", "tdpbf16ps, emulated", "tdpbsud, emulated"),
+}
+"""What is known of each instruction set, the fastest first."""
+SETS: Final = tuple(isa for isa in KNOWN if isa != EMULATED)
+"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h."""
 ISA: Final = "PDSERVE_ISA"
 """The environment variable that forces a set, so that a slower one can be tried where a faster one runs."""
 NO_SET: Final = "none"
@@ -186,7 +207,7 @@ def open_library(path: Path, *, emulated: bool = False) -> Found:
     missing = library.pdserve_missing().decode()
     if missing:
         return Found(None, missing if missing == PERMISSION else f"this CPU lacks {missing}")
-    return Found(library, f"{TITLES[isa]}, {library.pdserve_compiler().decode().split('(')[0].strip()}", isa)
+    return Found(library, f"{KNOWN[isa].title}, {library.pdserve_compiler().decode().split('(')[0].strip()}", isa)
 
 
 def load() -> ctypes.CDLL | None:
@@ -212,4 +233,6 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_forward.restype = c_int
     library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
     library.pdserve_model_sample.restype = c_int
+    library.pdserve_products.argtypes = (c_int, c_int64)
+    library.pdserve_products.restype = c_int64
     return library

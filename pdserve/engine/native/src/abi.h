@@ -73,7 +73,7 @@ struct PdStep {
     const int32_t *out;                       // [out_rows], the rows whose logits are wanted, ascending
     const PdGroup *groups;                    // [groups]
     int64_t block_size;                       // of all groups
-    float *logits;                            // [out_rows, vocab]
+    float *logits;                            // [out_rows, vocab]; null when only `best` is wanted
     int32_t *best;                            // [out_rows], the lowest id of the largest logit; -1 where this logit is not a
                                               // finite number
 };
@@ -102,7 +102,7 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 13  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 14  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
@@ -157,6 +157,10 @@ int pdserve_model_forward(void *model, const PdStep *step);
 // penalties or bans are changed. ids: [count], the tokens; -1 where the largest logit is not a finite number. Only one caller at
 // a time.
 int pdserve_model_sample(void *model, int64_t threads, float *logits, const PdRow *rows, int64_t count, int32_t *ids);
+
+// Multiplies numbers of 8 or 16 bits that are in registers, by the instruction that weights are multiplied by. Returns the number
+// of operations, which is proportional to `rounds`: the caller measures their rate.
+int64_t pdserve_products(int bits, int64_t rounds);
 
 #pragma GCC visibility pop
 }

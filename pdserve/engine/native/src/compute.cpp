@@ -28,14 +28,7 @@ void Model::compute(int thread) {
         });
     }
     product(thread, Part{0, batch.rows, true}, head_, Normed{batch.x, shape_.hidden, norm_, float(shape_.rms_norm_eps)},
-            Store{step_->logits, shape_.vocab});
-    share_rows(thread, batch.rows, [&](long row, long end) {
-        for (; row < end; row++) {
-            float* logits = step_->logits + row * shape_.vocab;
-            if (shape_.softcap > 0) cap_row(logits, shape_.vocab, float(shape_.softcap));
-            step_->best[row] = best_of(logits, shape_.vocab);
-        }
-    });
+            TakeLogits{step_->logits, shape_.vocab, float(shape_.softcap), own_[thread].best.data()});
 }
 
 void Model::embed(long row, long end) {

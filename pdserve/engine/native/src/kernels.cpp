@@ -5,6 +5,7 @@
 
 #include "abi.h"
 #include "model.h"
+#include "rate.h"
 
 using pdserve::Model;
 
@@ -51,6 +52,13 @@ void pdserve_model_expert_counts(void* model, int64_t layer, int64_t* to) { ((Mo
 
 int pdserve_model_forward(void* model, const PdStep* step) {
     return guarded([&] { return ((Model*)model)->forward(*step) ? PDSERVE_DONE : PDSERVE_UNSOUND; });
+}
+
+int64_t pdserve_products(int bits, int64_t rounds) {
+#ifdef PDSERVE_AMX
+    return bits == 8 ? pdserve::multiply_tile_registers<true>(rounds) : pdserve::multiply_tile_registers<false>(rounds);
+#endif
+    return bits == 8 ? pdserve::multiply_registers<pdserve::Int8Dot>(rounds) : pdserve::multiply_registers<pdserve::Bf16Dot>(rounds);
 }
 
 int pdserve_model_sample(void* model, int64_t threads, float* logits, const PdRow* rows, int64_t count, int32_t* ids) {

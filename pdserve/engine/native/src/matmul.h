@@ -50,7 +50,7 @@ constexpr int kHalves = R == 1 ? 2 : 1;  // one row of half a panel has too few 
 // Adds products of two bfloat16. The instruction is, bit for bit, a chain of two multiply-adds, the odd number first; subnormal
 // numbers are zero in both (see `Flush`).
 struct Bf16Dot {
-    static constexpr int kMostRows = kRows;
+    static constexpr int kMostRows = kRows, kAloneRows = kRows;  // of a piece, and of one without others
 #ifdef __AVX512BF16__
     static constexpr bool kByFloats = false;
 #else
@@ -69,7 +69,8 @@ struct Bf16Dot {
 // Adds products of four 8-bit integers, x signed, w unsigned; the sum is exact. `start` takes -128 times the sum of x.
 struct Int8Dot {
     static constexpr bool kByFloats = false;
-    static constexpr int kMostRows = kRows / 2;  // registers also hold the float sums of whole rows beside the integer sums of a group
+    static constexpr int kMostRows = kRows / 2;   // registers also hold the float sums of whole rows beside the integer sums of a group
+    static constexpr int kAloneRows = kRows - 2;  // in memory, these cost less than a second pass over weights; 12 rows took 1.14 times as long
     using Sum = I16;
 #ifdef __AVX512VNNI__
     static Sum start(int32_t offset) { return broadcast(offset); }
@@ -227,9 +228,10 @@ struct Rows {
     long group(long row) const { return row * stride / kGroupWords; }
 };
 
-// Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on.
+// Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on. It is always
+// inlined: left to itself, gcc does so or not by the size of the whole file.
 template <class Dot, int R, int Lines>
-inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
+[[gnu::always_inline]] inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
     const uint32_t* from = x.words + row * x.stride;
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
@@ -320,15 +322,16 @@ long multiply_pairs(const Rows& x, long rows, const Weight& w, long panel, long 
 // several pieces, the first two prefetch the halves of the next panel, so that memory works while the others compute.
 template <class Dot, class Out>
 void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long panel_end, const Out& out) {
-    const bool single = rows <= Dot::kMostRows;
+    if (rows <= Dot::kAloneRows)
+        return row_pieces<Dot::kAloneRows>(0, rows, [&]<int R>(long first) {
+            for (long p = panel; p < panel_end; p++) piece<Dot, R, 2>(x, first, w, p, w.panel(p) + kAheadWords, out);
+        });
     if constexpr (std::is_same_v<Dot, Bf16Dot>)
         if (rows > 3 * kPairRows) panel = multiply_pairs(x, rows, w, panel, panel_end, out);
     for (long p = panel; p < panel_end; p++) {
         const uint32_t* next = w.panel(p + 1);
         row_pieces<Dot::kMostRows>(0, rows, [&]<int R>(long first) {
-            if (single)
-                piece<Dot, R, 2>(x, first, w, p, w.panel(p) + kAheadWords, out);
-            else if (next < w.panel(p + 2))
+            if (next < w.panel(p + 2))
                 piece<Dot, R, 1>(x, first, w, p, next, out), next += w.words * kLanes;
             else
                 piece<Dot, R, 0>(x, first, w, p, nullptr, out);

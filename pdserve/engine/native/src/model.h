@@ -12,6 +12,7 @@
 #include "abi.h"
 #include "arena.h"
 #include "attention.h"
+#include "head.h"
 #include "int4.h"
 #include "pool.h"
 #include "route.h"
@@ -143,6 +144,7 @@ struct alignas(64) Own {
     Lines<bf16> plain;  // the part of queries of one head that is not rotated
     Lines<float> branch;  // results of attention or of the MLP before they are normed
     Lines<uint32_t> codes;  // of a panel of four bits, as bfloat16
+    Lines<Best> best;  // of the columns of the head that the thread computes, by row
     DrawScratch draw;
     RouteScratch route;
     Slots slots;

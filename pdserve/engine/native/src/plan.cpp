@@ -32,6 +32,11 @@ bool Model::forward(const PdStep& step) {
     plan(step);
     fit(step);
     pool_.run(threads_, [this](int thread) { compute(thread); });
+    for (long row = 0; row < step.out_rows; row++) {
+        Best best;
+        for (const Own& own : own_) best.add(own.best[row]);
+        step.best[row] = best.token();
+    }
     return true;
 }
 
@@ -162,6 +167,7 @@ void Model::fit(const PdStep& step) {
     fit_attention(step);
     for (Own& own : own_) {
         grow(own.spare, widest());
+        own.best.assign(step.out_rows, Best{});
         own.rows.fit(own_rows * each, words, head_.integers());
         if (by_rows(rows)) grow(own.gated, kTileRows * gated_width);
         if (by_rows(rows) && branches) grow(own.branch, kTileRows * hidden);

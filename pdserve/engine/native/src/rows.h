@@ -69,14 +69,6 @@ inline void add_to(const float* x, long k, float* to) {
     for (long i = 0; i < k; i += kLanes) store(to + i, load(to + i) + load(x + i));
 }
 
-// Bounds a row of logits; see `capped`.
-inline void cap_row(float* x, long count, float bound) {
-    for (long i = 0; i < count; i += kLanes) {
-        const Mask lanes = first_lanes(count - i);
-        store(x + i, capped(load(x + i, lanes), broadcast(bound)), lanes);
-    }
-}
-
 // Rotates the first `dim` numbers of a head by the rows of `table`: cosines, then sines with the first half negated.
 inline void turn_head(const float* x, const float* table, long dim, float* to) {
     const float *cosine = table, *sine = table + dim;
