@@ -2,10 +2,11 @@
 //
 // With latent attention, a token stores one row. It is the key, and its first numbers are the value.
 //
-// The positions of a sequence are cut into tiles of kTile and chunks of kChunk, both counted from its beginning. A row goes
-// through the tiles of a chunk with an online softmax (Milakov and Gimelshein 2018), and the chunks are merged from the first
-// upwards. Products run in the order of matmul.h. So the bits of a row depend only on its sequence: later positions get weight
-// 0 exactly, and a tile of only later positions is skipped. Chunks also let several threads share one long decode. Weights are
+// The positions of a sequence are cut into chunks of kChunk, counted from its beginning, and a chunk into tiles of kTile. First a
+// row gets its scores of a whole chunk, tile by tile. Then it gets its weights by one softmax over the chunk. Then the values of
+// the tiles are added to its sum. The chunks are merged from the first upwards, as in an online softmax (Milakov and Gimelshein
+// 2018). Products run in the order of matmul.h. So the bits of a row depend only on its sequence: later positions get weight 0
+// exactly, and a tile of only later positions is skipped. Chunks also let several threads share one long decode. Weights are
 // rounded to bfloat16 for the product with V, because V is bfloat16; sums are float32.
 //
 // Quantised numbers enter the products as they are stored. The scales of keys multiply scores. The scales of values multiply
@@ -13,6 +14,9 @@
 //
 // With a window, a row begins with the tile that holds the first position that it sees. Earlier positions of this tile get weight
 // 0 exactly. Positions that no row of the task sees are not read, and neither are their entries in the table of blocks.
+//
+// A score that is not finite makes the sum of the row's weights NaN, so that no token is drawn from the row: a NaN in K alone
+// would otherwise get weight 0, and nothing would show it.
 #pragma once
 
 #include <algorithm>
@@ -39,8 +43,6 @@ struct Scoring {
     float softcap;  // 0 means no bound
     long window;    // kUnlimited means no window
 
-    bool plain() const { return softcap == 0.0f && window == kUnlimited; }
-
     // Returns the first position that a token sees.
     long low(long position) const { return std::max<long>(0, position - window + 1); }
 };
@@ -54,6 +56,14 @@ struct Paged {
     long block_stride;  // from the start of a block to the start of the next
     long key, value;    // from the start of a block to K and V of this layer and head; the same place for latent attention
     long key_scale, value_scale;
+
+    // Returns the places of a later head of the same layer.
+    Paged later(long heads) const {
+        Paged found = *this;
+        const long bytes = heads * block_size * Kv::bytes(dim), scales = heads * long(sizeof(float));
+        found.key += bytes, found.value += bytes, found.key_scale += scales, found.value_scale += scales;
+        return found;
+    }
 
     uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
 
@@ -81,51 +91,52 @@ struct Paged {
     }
 };
 
-// Working memory of one thread. rows: at most as many as a task has.
+// Working memory of one thread. rows: at most as many as a task has. heads: at most as many KV heads as a task has.
 struct AttentionScratch {
-    long rows = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
-    Lines<uint32_t> query, keys, values, weights;
-    Lines<float> scores, result, merged, top, total, factor, merged_top, merged_total;
-    alignas(64) float key_scales[kTile], value_scales[kTile];  // scales of the tile's positions, only for quantised KV
+    long rows = 0, heads = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
+    Lines<uint32_t> query, keys, values;               // keys and values of one tile
+    Lines<uint32_t> weights;                           // [rows, kChunk] bfloat16
+    Lines<float> scores;                               // [rows, kChunk]
+    Lines<float> result, merged, top, total, merged_top, merged_total;
+    Lines<float> key_scales, value_scales;             // [heads, kChunk], only for quantised KV
 
-    void fit(long rows_needed, long dim_padded, long value_padded) {
-        if (rows_needed <= rows && dim_padded == dim && value_padded == value_dim) return;
+    void fit(long rows_needed, long heads_needed, long dim_padded, long value_padded) {
+        if (rows_needed <= rows && heads_needed <= heads && dim_padded == dim && value_padded == value_dim) return;
+        rows_needed = std::max(rows, rows_needed), heads_needed = std::max(heads, heads_needed);
         query.assign(rows_needed * dim_padded / 2, 0);
         keys.assign(kTile * dim_padded / 2, 0);
         values.assign(kTile * value_padded / 2, 0);
-        weights.assign(rows_needed * kTile / 2, 0);
-        scores.assign(rows_needed * kTile, 0);
+        weights.assign(rows_needed * kChunk / 2, 0);
+        scores.assign(rows_needed * kChunk, 0);
         result.assign(rows_needed * value_padded, 0);
         merged.assign(rows_needed * value_padded, 0);
-        for (auto* one : {&top, &total, &factor, &merged_top, &merged_total}) one->assign(rows_needed, 0);
-        rows = rows_needed, dim = dim_padded, value_dim = value_padded;  // set last, because an allocation may have failed before
+        for (auto* one : {&top, &total, &merged_top, &merged_total}) one->assign(rows_needed, 0);
+        for (auto* one : {&key_scales, &value_scales}) one->assign(heads_needed * kChunk, 0);
+        rows = rows_needed, heads = heads_needed, dim = dim_padded, value_dim = value_padded;  // last: an allocation may have failed
     }
 };
 
 // Returns the mask of the sixteen pairs of dimensions from `from` on: those that a row of `dim` has.
 inline Mask pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
 
-// Number of lines to prefetch with each pair of dimensions or positions: each of the four loops over a tile asks for a quarter
-// of the lines of the next tile.
+// Number of lines to prefetch with each pair of dimensions or positions: each of the two loops over a tile of K or of V asks for
+// half of the lines of the next tile.
 template <class Kv>
 constexpr int kAtOnce = Kv::bytes(1) > 2 ? 2 : 1;
 
-// Prefetches the lines of K and V of a later tile, a few at a time, while another tile is computed. All lines at once would fill
+// Prefetches the lines of K or V of a later tile, a few at a time, while another tile is computed. All lines at once would fill
 // the core's miss buffers: then the core waits, and after that memory waits.
 template <class Kv>
 class Asker {
 public:
     Asker() = default;
 
-    // Prepares to ask for positions [first, first + count), at most kTile.
-    Asker(const Paged<Kv>& kv, long first, long count) {
-        for (const long part : {kv.key, kv.value}) {
-            if (end_ > 0 && kv.value == kv.key) break;
-            kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
-                const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
-                runs_[end_++] = {from, from + n * Kv::bytes(kv.dim)};
-            });
-        }
+    // Prepares to ask for positions [first, first + count), at most kTile. part: that of K or V.
+    Asker(const Paged<Kv>& kv, long part, long first, long count) {
+        kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
+            const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
+            runs_[end_++] = {from, from + n * Kv::bytes(kv.dim)};
+        });
     }
 
     // Asks for some lines during word k of a product that computes `Panels` panels at a time.
@@ -152,7 +163,7 @@ private:
     struct Run {
         const uint8_t *from, *to;
     };
-    Run runs_[2 * kTile];
+    Run runs_[kTile];
     long run_ = 0, end_ = 0;
     const uint8_t *line_ = nullptr, *stop_ = nullptr;
 };
@@ -214,7 +225,7 @@ inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded,
     }
 }
 
-// Writes the scales of each position of the range, and 0 for the others. The scales of keys are multiplied by `scale`.
+// Writes the scales of each position of the tile's range, and 0 for the others. The scales of keys are multiplied by `scale`.
 template <class Kv>
 inline void take_scales(const Paged<Kv>& kv, const Range& range, float scale, float* keys, float* values) {
     for (float* scales : {keys, values}) {
@@ -227,103 +238,68 @@ inline void take_scales(const Paged<Kv>& kv, const Range& range, float scale, fl
     });
 }
 
-// Returns the lanes of sixteen positions from `i * 16` on that are among the first `seen`.
-inline Mask seen_lanes(long seen, int i) { return seen > i * kLanes ? first_lanes(seen - i * kLanes) : lanes_of(0); }
-
-// The positions of a tile that a row sees: the first `seen`.
-struct Until {
-    long seen;
-    Mask lanes(int i) const { return seen_lanes(seen, i); }
-};
-
-// The positions of a tile that a row sees: those from `from` on of the first `seen`.
-struct Between {
+// The positions [from, seen) of a chunk that a row sees, at least one. `from` may be negative.
+struct Sight {
     long from, seen;
-    Mask lanes(int i) const { return seen_lanes(seen, i) & ~seen_lanes(from, i); }
+
+    bool whole(long i) const { return from <= i * kLanes && (i + 1) * kLanes <= seen; }
+    Mask lanes(long i) const { return first_lanes(seen - i * kLanes) & ~first_lanes(std::max<long>(0, from - i * kLanes)); }
+    long first_vector() const { return std::max<long>(0, from) / kLanes; }
+    long end_vector() const { return (seen + kLanes - 1) / kLanes; }
 };
 
-// Returns sixteen products of a row and keys as scores. With quantised KV, the key scales already contain `scale`.
+// Turns the products of one row into scores, which are minus infinity where the row sees nothing, and returns the lanes of the
+// largest. check: it stays 0 where all seen scores are finite, and becomes NaN elsewhere. With quantised KV, the key scales already
+// contain the factor of scores.
+template <bool Scaled, bool Capped>
+inline F16 score_row(float* scores, Sight sight, const Scoring& how, const float* key_scales, F16& check) {
+    const F16 none = broadcast(kNone), scale = broadcast(how.scale);
+    F16 largest = none;
+    check = zeros();
+    for (long i = sight.first_vector(); i < sight.end_vector(); i++) {
+        float* at = scores + i * kLanes;
+        F16 score = load(at) * (Scaled ? load(key_scales + i * kLanes) : scale);
+        const bool whole = sight.whole(i);
+        check = fma(whole ? score : keep(sight.lanes(i), score), zeros(), check);
+        if constexpr (Capped) score = capped(score, broadcast(how.softcap));
+        if (!whole) score = select(sight.lanes(i), score, none);
+        store(at, score);
+        largest = max(largest, score);
+    }
+    return largest;
+}
+
+// Writes the weights of one row in all tiles that it sees, and returns the lanes of their sum and of `sum`. top: the largest score.
 template <bool Scaled>
-inline F16 factor_of(int i, float scale, const float* key_scales) {
-    return Scaled ? load(key_scales + i * kLanes) : broadcast(scale);
-}
-
-// Returns sixteen scores of a row as they are compared: minus infinity where the row sees nothing. Ready scores are not
-// multiplied.
-template <bool Scaled, bool Ready, class Sight>
-inline F16 scaled_scores(const float* scores, int i, Sight sight, float scale, const float* key_scales) {
-    const F16 none = broadcast(kNone), found = load(scores + i * kLanes);
-    if constexpr (Ready) return select(sight.lanes(i), found, none);
-    return select(sight.lanes(i), found * factor_of<Scaled>(i, scale, key_scales), none);
-}
-
-// Turns the products of rows [first, end) into bounded scores; see `capped`.
-template <bool Scaled>
-inline void cap_scores(AttentionScratch& s, long first, long end, const Scoring& how) {
-    const F16 bound = broadcast(how.softcap);
-    for (long row = first; row < end; row++)
-        for (int i = 0; i < kTile / kLanes; i++) {
-            float* at = &s.scores[row * kTile + i * kLanes];
-            store(at, capped(load(at) * factor_of<Scaled>(i, how.scale, s.key_scales), bound));
-        }
-}
-
-// Writes the weights of one row, and returns the lanes of their sum. raised: the largest score so far.
-template <bool Scaled, bool Ready, class Sight>
-inline F16 weigh_row(const float* scores, Sight sight, float scale, const float* key_scales, const float* value_scales,
-                        float raised, bf16* weights) {
-    F16 sum = zeros();
-    for (int i = 0; i < kTile / kLanes; i++) {
-        const F16 value = scaled_scores<Scaled, Ready>(scores, i, sight, scale, key_scales);
-        const F16 weight = exp_coarse(value - broadcast(raised));
-        const F16 scaled = Scaled ? weight * load(value_scales + i * kLanes) : weight;
-        const __m256i rounded = narrow(scaled);
-        _mm256_storeu_si256((__m256i*)(weights + i * kLanes), rounded);
+inline F16 weigh_row(const float* scores, Sight sight, const float* value_scales, float top, F16 sum, bf16* weights) {
+    constexpr long each = kTile / kLanes;  // vectors of a tile
+    const long first = sight.first_vector(), end = sight.end_vector();
+    const auto put = [&](long i, __m256i halves) { _mm256_storeu_si256((__m256i*)(weights + i * kLanes), halves); };
+    for (long i = first / each * each; i < first; i++) put(i, _mm256_setzero_si256());
+    for (long i = first; i < end; i++) {
+        const F16 weight = exp_coarse(load(scores + i * kLanes) - broadcast(top));
+        const __m256i rounded = narrow(Scaled ? weight * load(value_scales + i * kLanes) : weight);
+        put(i, rounded);
         sum = sum + (Scaled ? weight : widen(rounded));
     }
+    for (long i = end; i % each != 0; i++) put(i, _mm256_setzero_si256());
     return sum;
 }
 
-// Turns the scores of rows [row, row + count), at most sixteen, into weights. sight(row) returns the positions that a row sees,
-// at least one. Sixteen rows are reduced together, and need one exponential for their factors.
-template <bool Scaled, bool Ready, class SightOf>
-inline void soften(AttentionScratch& s, long row, long count, float scale, const SightOf& sight) {
-    const Mask rows = first_lanes(count);
-    F16 lanes[kLanes];
-    for (auto& lane : lanes) lane = zeros();
-    for (long r = 0; r < count; r++) {
-        lanes[r] = broadcast(kNone);
-        for (int i = 0; i < kTile / kLanes; i++)
-            lanes[r] = max(lanes[r], scaled_scores<Scaled, Ready>(&s.scores[(row + r) * kTile], i, sight(row + r), scale,
-                                                                            s.key_scales));
-    }
-    const F16 before = load(&s.top[row], rows);
-    const F16 raised = max(before, fold_rows(lanes, [](F16 a, F16 b) { return max(a, b); }));
-    const F16 factor = exp_lanes(before - raised);
-    store(&s.top[row], raised, rows);
-    store(&s.factor[row], factor, rows);
+// Turns the products of rows [row, row + count), at most sixteen, into weights. Sixteen rows are reduced together. sight(row)
+// returns the positions that a row sees. scales_at(row) returns the place of its scales.
+template <bool Scaled, bool Capped, class SightOf, class ScalesAt>
+inline void soften(AttentionScratch& s, long row, long count, const Scoring& how, const SightOf& sight, const ScalesAt& scales_at) {
+    F16 largest[kLanes], sums[kLanes];
+    for (auto* lanes : {largest, sums}) std::fill_n(lanes, kLanes, zeros());
     for (long r = 0; r < count; r++)
-        lanes[r] = weigh_row<Scaled, Ready>(&s.scores[(row + r) * kTile], sight(row + r), scale, s.key_scales, s.value_scales,
-                                            s.top[row + r], (bf16*)&s.weights[(row + r) * kTile / 2]);
-    const F16 sums = fold_rows(lanes, [](F16 a, F16 b) { return a + b; });
-    const F16 total = load(&s.total[row], rows) * factor + sums;
-    store(&s.total[row], total, rows);
-}
-
-// Turns the scores of rows [begin, end) into weights. `offset`: position of the first row's token in the tile. `group`: rows of a
-// token.
-template <bool Scaled>
-inline void soften_tile(AttentionScratch& s, long begin, long end, const Range& range, long offset, long group, const Scoring& how) {
-    const auto until = [&](long row) { return std::min(range.end, offset + row / group + 1); };
-    const auto each = [&]<bool Ready>(const auto& sight) {
-        for (long row = begin; row < end; row += kLanes)
-            soften<Scaled, Ready>(s, row, std::min<long>(kLanes, end - row), how.scale, sight);
-    };
-    if (how.plain()) return each.template operator()<false>([&](long row) { return Until{until(row)}; });
-    const auto between = [&](long row) { return Between{offset + row / group + 1 - how.window, until(row)}; };
-    if (how.softcap == 0.0f) return each.template operator()<false>(between);
-    cap_scores<Scaled>(s, begin, end, how);
-    each.template operator()<true>(between);
+        largest[r] = score_row<Scaled, Capped>(&s.scores[(row + r) * kChunk], sight(row + r), how, &s.key_scales[scales_at(row + r)],
+                                               sums[r]);
+    store(&s.top[row], fold_rows(largest, Max()), first_lanes(count));
+    for (long r = 0; r < count; r++)
+        sums[r] = weigh_row<Scaled>(&s.scores[(row + r) * kChunk], sight(row + r), &s.value_scales[scales_at(row + r)],
+                                    s.top[row + r], sums[r], (bf16*)&s.weights[(row + r) * kChunk / 2]);
+    store(&s.total[row], fold_rows(sums, Add()), first_lanes(count));
 }
 
 // Calls f<R, Panels>(row, panel) for pieces of rows [first, end) and of panels [panel, panels), two panels at a time: few rows of
@@ -335,69 +311,115 @@ inline void pieces(long first, long end, long panel, long panels, const Function
     for (; panel < panels; panel++) row_pieces(first, end, [&]<int R>(long row) { f.template operator()<R, 1>(row, panel); });
 }
 
-// Multiplies rows [first, end) of the scratch's queries with its keys. Scores of panels without a position stay as they were.
+// Multiplies rows [first, end) of the scratch's queries with its keys. tile_at: the first position of the tile in the chunk. Scores
+// of panels without a position stay as they were.
 template <class Kv>
-inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
+inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
     const long words = s.dim / 2;
     pieces(first, end, range.from / kPanel, (range.end + kPanel - 1) / kPanel, [&]<int R, int Panels>(long row, long panel) {
         F16 sum[R][2 * Panels];
         for (auto& of_row : sum) std::fill_n(of_row, 2 * Panels, zeros());
         tile<Bf16Dot, R, Panels>(&s.query[row * words], words, &s.keys[panel * kPanel * words], kPanel * words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
+        float* at = &s.scores[row * kChunk + tile_at + panel * kPanel];
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2 * Panels; h++) store(&s.scores[(row + r) * kTile + panel * kPanel + h * kLanes], sum[r][h]);
+            for (int h = 0; h < 2 * Panels; h++) store(at + r * kChunk + h * kLanes, sum[r][h]);
     });
 }
 
-// Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the rescaled result. Weights
-// of positions outside of the range are 0, so it changes nothing that their words are left out.
+// Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the result. tile_at: the first
+// position of the tile in the chunk. Weights of positions outside of the range are 0, so it changes nothing that their words are
+// left out.
 template <class Kv>
-inline void add_values(AttentionScratch& s, long first, long end, const Range& range, Asker<Kv>& asker) {
-    constexpr long tile_words = kTile / 2;
+inline void add_values(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
+    constexpr long tile_words = kTile / 2, stride = kChunk / 2;
     const long from = range.from / 2, words = (range.end + 1) / 2 - from;
     pieces(first, end, 0, s.value_dim / kPanel, [&]<int R, int Panels>(long row, long panel) {
         F16 sum[R][2 * Panels];
         float* at = &s.result[row * s.value_dim + panel * kPanel];
         for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2 * Panels; h++)
-                sum[r][h] = load(at + r * s.value_dim + h * kLanes) * broadcast(s.factor[row + r]);
-        tile<Bf16Dot, R, Panels>(&s.weights[row * tile_words + from], tile_words, &s.values[panel * kPanel * tile_words + from * kPanel],
-                                 kPanel * tile_words, words, sum,
+            for (int h = 0; h < 2 * Panels; h++) sum[r][h] = load(at + r * s.value_dim + h * kLanes);
+        tile<Bf16Dot, R, Panels>(&s.weights[row * stride + tile_at / 2 + from], stride,
+                                 &s.values[panel * kPanel * tile_words + from * kPanel], kPanel * tile_words, words, sum,
                                  [&](long k) { asker.template during<Panels>(k); });
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2 * Panels; h++) store(at + r * s.value_dim + h * kLanes, sum[r][h]);
     });
 }
 
-// Computes the rows of one KV head over one chunk. Row r * group + g is query head g of the token at position + r. The sums end
-// up in scratch.result, the sum of their weights in total and the largest score in top. `seen`: the end of the positions that
-// the caller will read. following() returns the asker for what comes after them.
+// The rows of a task: row (t * heads + h) * group + g is query head g of KV head h of the token at position + t. Only a task of
+// one token has several KV heads.
+struct Queries {
+    long position, tokens, heads, group;
+
+    long each() const { return heads * group; }  // rows of a token
+    long rows() const { return tokens * each(); }
+    long end() const { return position + tokens; }
+};
+
+// Computes the rows of a task over one chunk. kv: that of the first KV head. The sums end up in scratch.result, the sum of their
+// weights in total and the largest score in top. `seen`: the end of the positions that the caller will read. following() returns
+// the asker for what comes after them.
 template <class Kv, class Following>
-inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, long position, long tokens, long group, long chunk, long seen,
-                         const Scoring& how, const Following& following) {
-    const long rows = tokens * group, low = how.low(position);
-    const long end = std::min<long>((chunk + 1) * kChunk, position + tokens);
+inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, const Queries& of, long chunk, long seen, const Scoring& how,
+                         const Following& following) {
+    const long rows = of.rows(), low = how.low(of.position), start = chunk * kChunk;
+    const long begin = std::max(start, low / kTile * kTile), end = std::min<long>(start + kChunk, of.end());
     std::fill_n(s.top.begin(), rows, kNone);
     std::fill_n(s.total.begin(), rows, 0.0f);
     std::fill_n(s.result.begin(), rows * s.value_dim, 0.0f);
-    for (long first = std::max(chunk * kChunk, low / kTile * kTile); first < end; first += kTile) {
-        const Range range{first, std::max<long>(0, low - first), std::min<long>(kTile, end - first)};
-        const long ahead = std::min<long>(kTile, seen - first - kTile);
-        Asker<Kv> asker = ahead > 0 ? Asker<Kv>(kv, first + kTile, ahead) : following();
-        lay_out_keys(kv, range, s.dim, s.keys.data(), asker);
-        if constexpr (Kv::kScaled) take_scales(kv, range, how.scale, s.key_scales, s.value_scales);
-        const long hidden = std::max<long>(0, first - position) * group;  // earlier rows see nothing of this tile
-        const long past = std::min(rows, (first + range.end + how.window - 1 - position) * group);  // and neither do rows from here on
-        score_tile(s, hidden, past, range, asker);
-        soften_tile<Kv::kScaled>(s, hidden, past, range, position - first, group, how);
-        lay_out_values(kv, range, s.value_dim, s.values.data(), asker);
-        add_values(s, hidden, past, range, asker);
+    // Rows outside of these see nothing of positions [first, first + count).
+    const auto hidden = [&](long first) { return std::max<long>(0, first - of.position) * of.each(); };
+    const auto past = [&](long first, long count) { return std::min(rows, (first + count + how.window - 1 - of.position) * of.each()); };
+    // Returns the asker for what is read after a tile of a KV head.
+    const auto after = [&](bool values, long first, long head) -> Asker<Kv> {
+        const auto ask = [&](long head, bool values, long first) -> Asker<Kv> {
+            const Paged<Kv> next = kv.later(head);
+            return {next, values ? next.value : next.key, first, std::min<long>(kTile, seen - first)};
+        };
+        if (head + 1 < of.heads) return ask(head + 1, values, first);
+        if (first + kTile < end) return ask(0, values, first + kTile);
+        if (!values) return ask(0, true, begin);
+        return first + kTile < seen ? ask(0, false, first + kTile) : following();
+    };
+    // Calls f(range, kv, head, row, row_end, asker) for each tile and KV head, in the order in which they are read.
+    const auto each_tile = [&](bool values, const auto& f) {
+        for (long first = begin; first < end; first += kTile)
+            for (long head = 0; head < of.heads; head++) {
+                const Range range{first, std::max<long>(0, low - first), std::min<long>(kTile, end - first)};
+                const long row = of.heads > 1 ? head * of.group : hidden(first);
+                Asker<Kv> asker = after(values, first, head);
+                f(range, kv.later(head), head, row, of.heads > 1 ? row + of.group : past(first, range.end), asker);
+            }
+    };
+    each_tile(false, [&](const Range& range, const Paged<Kv>& own, long head, long row, long row_end, Asker<Kv>& asker) {
+        const long at = range.first - start, scales_at = head * kChunk + at;
+        lay_out_keys(own, range, s.dim, s.keys.data(), asker);
+        if constexpr (Kv::kScaled) take_scales(own, range, how.scale, &s.key_scales[scales_at], &s.value_scales[scales_at]);
+        score_tile(s, row, row_end, range, at, asker);
+    });
+    const auto sight = [&](long row) {
+        const long position = of.position + row / of.each();
+        return Sight{position - how.window + 1 - start, std::min<long>(end, position + 1) - start};
+    };
+    const auto scales_at = [&](long row) { return of.heads > 1 ? row / of.group * kChunk : 0; };
+    const long last = past(start, end - start);
+    for (long row = hidden(start); row < last; row += kLanes) {
+        const long count = std::min<long>(kLanes, last - row);
+        if (how.softcap == 0.0f)
+            soften<Kv::kScaled, false>(s, row, count, how, sight, scales_at);
+        else
+            soften<Kv::kScaled, true>(s, row, count, how, sight, scales_at);
     }
+    each_tile(true, [&](const Range& range, const Paged<Kv>& own, long, long row, long row_end, Asker<Kv>& asker) {
+        lay_out_values(own, range, s.value_dim, s.values.data(), asker);
+        add_values(s, row, row_end, range, range.first - start, asker);
+    });
 }
 
 // Merges one more chunk into the running result of a row. A chunk of which the row saw nothing changes nothing.
 inline void merge(const float* part, float part_top, float part_total, float* sum, float& top, float& total, long dim) {
-    if (part_top == kNone) return;
+    if (part_total == 0.0f) return;
     const float raised = std::max(top, part_top);
     const F16 keep = exp_lanes(broadcast(top - raised)), take = exp_lanes(broadcast(part_top - raised));
     for (long i = 0; i < dim; i += kLanes) {
@@ -413,11 +435,11 @@ inline void finish_row(const float* sum, float total, long dim, bf16* to) {
     for (long i = 0; i < dim; i += kLanes) store_bf16(to + i, load(sum + i) / whole, first_lanes(dim - i));
 }
 
-// Copies the rotated queries of one KV head into the scratch, token after token. `stride`: elements from token to token.
-inline void take_queries(const bf16* query, long stride, long tokens, long group, long dim, AttentionScratch& s) {
+// Copies the rotated queries of a task into the scratch, token after token. `stride`: elements from token to token.
+inline void take_queries(const bf16* query, long stride, const Queries& of, long dim, AttentionScratch& s) {
     bf16* to = (bf16*)s.query.data();
-    for (long row = 0; row < tokens * group; row++)
-        std::memcpy(to + row * s.dim, query + row / group * stride + row % group * dim, dim * sizeof(bf16));
+    for (long row = 0; row < of.rows(); row++)
+        std::memcpy(to + row * s.dim, query + row / of.each() * stride + row % of.each() * dim, dim * sizeof(bf16));
 }
 
 }  // namespace pdserve

@@ -69,10 +69,11 @@ struct Layer {
     }
 };
 
-// Queries of one span and KV head against chunks [chunk, chunk_end). part: the first place for the results of the decode's
-// `parts` chunks from `chunk_first` on, or -1 when one task computes all chunks.
+// Queries of one span and of KV heads [head, head + heads) against chunks [chunk, chunk_end). Only a decode that is not cut into
+// parts has several KV heads. part: the first place for the results of the decode's `parts` chunks from `chunk_first` on, or -1
+// when one task computes all chunks.
 struct Task {
-    long span, head, begin, tokens, chunk, chunk_end, part, parts, chunk_first;
+    long span, head, heads, begin, tokens, chunk, chunk_end, part, parts, chunk_first;
 };
 
 // The layers of a KV group, and the attention of a step in each of them.

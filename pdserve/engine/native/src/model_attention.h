@@ -116,7 +116,8 @@ Asker<Kv> Model::first_of_next(int thread, long layer) {
     const Task& task = tasks[index];
     const long position = step_->span_start[task.span] + task.begin, end = position + task.tokens;
     const long first = std::max(task.chunk * kChunk, scoring(layer).low(position));
-    return {paged<Kv>(task.span, layer, task.head), first, std::min<long>(kTile - first % kTile, end - first)};
+    const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head);
+    return {kv, kv.key, first, std::min<long>(kTile - first % kTile, end - first)};
 }
 
 template <class Kv>
@@ -124,19 +125,20 @@ void Model::run(int thread, const Task& task, long layer) {
     Group& group = group_of(layer);
     AttentionScratch& s = own_[thread].attention[layers_[layer].shape.group];
     const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head);
-    const long row = span_row_[task.span] + task.begin, position = step_->span_start[task.span] + task.begin;
-    const long dim = group.head_dim, value_dim = group.value_dim, sharing = group.sharing(), width = layers_[layer].query_width();
-    const long rows = task.tokens * sharing, first = task.head * sharing, out_width = layers_[layer].attended_width();
+    const Queries of{step_->span_start[task.span] + task.begin, task.tokens, task.heads, group.sharing()};
+    const long row = span_row_[task.span] + task.begin, first = task.head * of.group, rows = of.rows(), each = of.each();
+    const long dim = group.head_dim, value_dim = group.value_dim;
+    const long width = layers_[layer].query_width(), out_width = layers_[layer].attended_width();
     const Scoring how = scoring(layer);
     const auto following = [&] { return first_of_next<Kv>(thread, layer); };
-    take_queries(query_.data() + row * width + first * dim, width, task.tokens, sharing, dim, s);
+    take_queries(query_.data() + row * width + first * dim, width, of, dim, s);
     if (task.part >= 0) {
-        const long part = task.part + task.chunk - task.chunk_first;
-        const long seen = std::min(position + task.tokens, task.chunk_end * kChunk);
-        attend_chunk(kv, s, position, task.tokens, sharing, task.chunk, seen, how, following);
-        std::copy_n(s.result.begin(), rows * s.value_dim, group.part_sums.begin() + part * rows * s.value_dim);
-        std::copy_n(s.top.begin(), rows, group.part_tops.begin() + part * rows);
-        std::copy_n(s.total.begin(), rows, group.part_totals.begin() + part * rows);
+        const long part = (task.part + task.chunk - task.chunk_first) * rows;
+        const long seen = std::min(of.end(), task.chunk_end * kChunk);
+        attend_chunk(kv, s, of, task.chunk, seen, how, following);
+        std::copy_n(s.result.begin(), rows * s.value_dim, group.part_sums.begin() + part * s.value_dim);
+        std::copy_n(s.top.begin(), rows, group.part_tops.begin() + part);
+        std::copy_n(s.total.begin(), rows, group.part_totals.begin() + part);
         if (group.missing[task.part].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_parts(task, layer, own_[thread]);
         return;
     }
@@ -144,14 +146,14 @@ void Model::run(int thread, const Task& task, long layer) {
     std::fill_n(s.merged_top.begin(), rows, kNone);
     std::fill_n(s.merged_total.begin(), rows, 0.0f);
     for (long chunk = task.chunk; chunk < task.chunk_end; chunk++) {
-        attend_chunk(kv, s, position, task.tokens, sharing, chunk, position + task.tokens, how, following);
+        attend_chunk(kv, s, of, chunk, of.end(), how, following);
         for (long r = 0; r < rows; r++)
             merge(&s.result[r * s.value_dim], s.top[r], s.total[r], &s.merged[r * s.value_dim], s.merged_top[r], s.merged_total[r],
                   s.value_dim);
     }
     for (long r = 0; r < rows; r++)
         finish_row(&s.merged[r * s.value_dim], s.merged_total[r], value_dim,
-                   attended_.data() + (row + r / sharing) * out_width + (first + r % sharing) * value_dim);
+                   attended_.data() + (row + r / each) * out_width + (first + r % each) * value_dim);
 }
 
 // Merges the chunks of a decode. The thread that finished the last chunk calls it.

@@ -55,6 +55,17 @@ void Model::plan(const PdStep& step) {
     for (Group& group : groups_) plan_tasks(step, group);
 }
 
+namespace {
+
+// Returns the number of KV heads of a decode that one task takes, so that its rows fill a softmax of sixteen (attention.h). Threads
+// share a step of few spans by heads.
+long decode_heads(const Group& group, long spans, int threads) {
+    const long most = std::max<long>(1, kLanes / group.sharing()), tasks = (group.kv_heads + most - 1) / most;
+    return threads > 1 && spans * tasks < 4 * threads ? 1 : (group.kv_heads + tasks - 1) / tasks;
+}
+
+}  // namespace
+
 // Cuts the attention of a group into tasks, the most expensive first. A decode is cut into its chunks when threads would lack
 // work.
 void Model::plan_tasks(const PdStep& step, Group& group) {
@@ -62,23 +73,27 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
     tasks.clear();
     long parts = 0;
     const bool few = threads_ > 1 && step.spans * group.kv_heads < 4 * threads_;
+    const long heads_each = decode_heads(group, step.spans, threads_);
     for (long span = 0; span < step.spans; span++)
-        for (long head = 0; head < group.kv_heads; head++)
-            for (long begin = 0; begin < step.span_count[span]; begin += group.query_tile) {
-                const long tokens = std::min<long>(group.query_tile, step.span_count[span] - begin);
-                const long position = step.span_start[span] + begin;
-                const long end = (position + tokens + kChunk - 1) / kChunk;
-                const long first = Scoring{0, 0, group.window}.low(position) / kChunk, chunks = end - first;
+        for (long begin = 0; begin < step.span_count[span]; begin += group.query_tile) {
+            const long tokens = std::min<long>(group.query_tile, step.span_count[span] - begin);
+            const long position = step.span_start[span] + begin;
+            const long end = (position + tokens + kChunk - 1) / kChunk;
+            const long first = Scoring{0, 0, group.window}.low(position) / kChunk, chunks = end - first;
+            const long each = tokens == 1 ? heads_each : 1;
+            for (long head = 0; head < group.kv_heads; head += each) {
+                const long heads = std::min(each, group.kv_heads - head);
                 if (few && tokens == 1 && chunks > 1) {
                     for (long chunk = first; chunk < end; chunk++)
-                        tasks.push_back({span, head, begin, tokens, chunk, chunk + 1, parts, chunks, first});
+                        tasks.push_back({span, head, heads, begin, tokens, chunk, chunk + 1, parts, chunks, first});
                     parts += chunks;
                 } else {
-                    tasks.push_back({span, head, begin, tokens, first, end, -1, 0, first});
+                    tasks.push_back({span, head, heads, begin, tokens, first, end, -1, 0, first});
                 }
             }
+        }
     std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
-        return (a.chunk_end - a.chunk) * a.tokens > (b.chunk_end - b.chunk) * b.tokens;
+        return (a.chunk_end - a.chunk) * a.tokens * a.heads > (b.chunk_end - b.chunk) * b.tokens * b.heads;
     });
     if (parts > group.missing_count) {
         group.missing.reset(new std::atomic<long>[parts]);
@@ -129,9 +144,10 @@ void Model::fit_attention(const PdStep& step) {
         own.attention.resize(groups_.size());
         for (size_t i = 0; i < groups_.size(); i++) {
             const Group& group = groups_[i];
-            long tokens = 1;  // of the largest task
-            for (const Task& task : group.tasks) tokens = std::max(tokens, task.tokens);
-            own.attention[i].fit(tokens * group.sharing(), round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
+            long rows = 1, heads = 1;  // of the largest tasks
+            for (const Task& task : group.tasks)
+                rows = std::max(rows, task.tokens * task.heads * group.sharing()), heads = std::max(heads, task.heads);
+            own.attention[i].fit(rows, heads, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
         }
         grow(own.spare, head_dim);
         grow(own.plain, std::min(rows, kTileRows) * most([](const Layer& of) { return of.shape.latent.nope_dim; }));
