@@ -103,8 +103,10 @@ PARTS = [("qwen2", 0), ("qwen2", 1), ("all", 0), ("all", 1), ("latent", 0), ("la
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("position", [2, 300])
 def test_one_key_or_value_that_is_no_number_costs_its_own_sequence_alone(make, name, plane, number, kv_cache_dtype, position):
-    """A key that was no number got weight 0, and a token was drawn as if nothing had been wrong. Plane 0 has keys, 1 values; the
-    position lies in an early chunk of attention or in the last one. One number of one head is overwritten."""
+    """A key that was no number got weight 0, and a token was drawn as if nothing had been wrong.
+
+    Plane 0 has keys, 1 values. The position lies in an early chunk of attention or in the last one. One number is overwritten.
+    """
     runner = make(name, kv_cache_dtype=kv_cache_dtype, threads=2)
     prompts, decodes = steps(runner)
     runner.logits(prompts)
