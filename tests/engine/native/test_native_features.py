@@ -92,6 +92,39 @@ def error_of_rows(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(rows.sort().values[max(0, int(0.8 * len(rows)) - 1)])
 
 
+NUMBERS = {"nan": float("nan"), "inf": float("inf"), "minus inf": float("-inf")}
+PARTS = [("qwen2", 0), ("qwen2", 1), ("all", 0), ("all", 1), ("latent", 0), ("latent_wide", 0)]
+
+
+@COMPILED
+@pytest.mark.quick("2-bf16-nan-qwen2-0", "300-fp32-inf-latent-0", "2-bf16-minus inf-all-0")
+@pytest.mark.parametrize(("name", "plane"), PARTS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("position", [2, 300])
+def test_one_key_or_value_that_is_no_number_costs_its_own_sequence_alone(make, name, plane, number, kv_cache_dtype, position):
+    """A key that was no number got weight 0, and a token was drawn as if nothing had been wrong.
+
+    Plane 0 has keys, 1 values. The position lies in an early chunk of attention or in the last one. One number is overwritten.
+    """
+    runner = make(name, kv_cache_dtype=kv_cache_dtype, threads=2)
+    prompts, decodes = steps(runner)
+    runner.logits(prompts)
+    clean = runner.logits(decodes)
+    ill = next(i for i, one in enumerate(decodes.slices) if one.start == 329)
+    block = decodes.slices[ill].block_tables[-1][position // SIZE]
+    place = runner.kv.caches[-1].tensor[block, 0, plane, 0, position % SIZE, 5:6]
+    kept = place.clone()
+    place.fill_(NUMBERS[number])
+    try:
+        found = runner.logits(decodes)
+    finally:
+        place.copy_(kept)
+    assert not found[ill].isfinite().any()
+    others = [i for i in range(len(LENGTHS)) if i != ill]
+    assert torch.equal(found[others], clean[others])
+
+
 WAYS = [(name, "bf16", threads) for name in MODELS for threads in (1, 2)]
 WAYS += [("all", kv_cache_dtype, 2) for kv_cache_dtype in ("int8", "fp8_e4m3", "int4")]
 WAYS += [

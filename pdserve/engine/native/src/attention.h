@@ -94,6 +94,64 @@ struct Paged {
     }
 };
 
+// Prefetches what will be read, in the order in which it will be read, a few lines at a time while something else is computed. All
+// lines at once would fill the core's miss buffers: then the core waits, and after that memory waits.
+class Asker {
+public:
+    // Makes room for what one chunk adds, and for what the chunk before it has left.
+    void fit(long heads) { runs_.reserve(2 * heads * (2 * kChunk + kTile)); }
+
+    void clear() { runs_.clear(), run_ = credit_ = 0, line_ = stop_ = nullptr; }
+
+    // Forgets what was asked for. What was not yet is still asked for first.
+    void begin() {
+        runs_.erase(runs_.begin(), runs_.begin() + run_);
+        run_ = 0;
+    }
+
+    // Adds positions [first, first + count) of K or V. part: that of K or V. It never allocates, because threads must not.
+    template <class Kv>
+    void add(const Paged<Kv>& kv, long part, long first, long count) {
+        at_once_ = Kv::bytes(1) > 2 ? 16 : 8;
+        kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
+            const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
+            if (runs_.size() < runs_.capacity()) runs_.push_back({from, from + n * Kv::bytes(kv.dim)});
+        });
+    }
+
+    // Allows to ask for so many bytes more. Callers allow what they are about to read, so the distance stays the same.
+    void allow(long bytes) { credit_ += bytes; }
+
+    // Asks for some lines during word k of a product that computes `Panels` panels at a time.
+    template <int Panels>
+    void during(long k) {
+        if constexpr (Panels == 2)
+            if (k % 4 == 0) ask();
+    }
+
+    // Asks for the next lines. Eight at once, twice for float32: with 4 at half the distance and with 16, decodes at 2,048 tokens took
+    // longer. A version that did the same in fewer instructions was slower when memory was: eight prefetches at once fill the miss
+    // buffers.
+    [[gnu::noinline]] void ask() {
+        for (long i = 0; i < at_once_ && credit_ > 0; i++) {
+            if (line_ >= stop_) {
+                if (run_ == long(runs_.size())) return;
+                line_ = runs_[run_].from, stop_ = runs_[run_++].to;
+            }
+            _mm_prefetch((const char*)line_, _MM_HINT_T0);
+            line_ += 64, credit_ -= 64;
+        }
+    }
+
+private:
+    struct Run {
+        const uint8_t *from, *to;
+    };
+    std::vector<Run> runs_;
+    long run_ = 0, credit_ = 0, at_once_ = 8;
+    const uint8_t *line_ = nullptr, *stop_ = nullptr;
+};
+
 // Working memory of one thread. rows: at most as many as a task has. heads: at most as many KV heads as a task has.
 struct AttentionScratch {
     long rows = 0, heads = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
@@ -102,6 +160,7 @@ struct AttentionScratch {
     Lines<float> scores;                               // [rows, kChunk]
     Lines<float> result, merged, top, total, merged_top, merged_total;
     Lines<float> key_scales, value_scales;             // [heads, kChunk], only for quantised KV
+    Asker asker;
 
     void fit(long rows_needed, long heads_needed, long dim_padded, long value_padded) {
         if (rows_needed <= rows && heads_needed <= heads && dim_padded == dim && value_padded == value_dim) return;
@@ -115,61 +174,13 @@ struct AttentionScratch {
         merged.assign(rows_needed * value_padded, 0);
         for (auto* one : {&top, &total, &merged_top, &merged_total}) one->assign(rows_needed, 0);
         for (auto* one : {&key_scales, &value_scales}) one->assign(heads_needed * kChunk, 0);
+        asker.fit(heads_needed);
         rows = rows_needed, heads = heads_needed, dim = dim_padded, value_dim = value_padded;  // last: an allocation may have failed
     }
 };
 
 // Returns the mask of the sixteen pairs of dimensions from `from` on: those that a row of `dim` has.
 inline Mask pairs_left(long dim, long from) { return first_lanes((dim - from) / 2); }
-
-// Number of lines to prefetch with each pair of dimensions or positions: each of the two loops over a tile of K or of V asks for
-// half of the lines of the next tile.
-template <class Kv>
-constexpr int kAtOnce = Kv::bytes(1) > 2 ? 2 : 1;
-
-// Prefetches the lines of K or V of a later tile, a few at a time, while another tile is computed. All lines at once would fill
-// the core's miss buffers: then the core waits, and after that memory waits.
-template <class Kv>
-class Asker {
-public:
-    Asker() = default;
-
-    // Prepares to ask for positions [first, first + count), at most kTile. part: that of K or V.
-    Asker(const Paged<Kv>& kv, long part, long first, long count) {
-        kv.each_block(first, count, [&](long, long n, long offset, const uint8_t* block) {
-            const uint8_t* from = block + part + offset * Kv::bytes(kv.dim);
-            runs_[end_++] = {from, from + n * Kv::bytes(kv.dim)};
-        });
-    }
-
-    // Asks for some lines during word k of a product that computes `Panels` panels at a time.
-    template <int Panels>
-    void during(long k) {
-        if constexpr (Panels == 2)
-            if (k % 4 == 0) ask(8 * kAtOnce<Kv>);
-    }
-
-    // Asks for the next lines. Callers ask for 8 at once in small formats: with 4 or 16, decodes at 2,048 tokens took a twentieth
-    // longer. The function is never inlined: when gcc inlined it, decodes took 1.03 times as long.
-    [[gnu::noinline]] void ask(long lines) {
-        for (; lines > 0; lines--) {
-            if (line_ >= stop_) {
-                if (run_ == end_) return;
-                line_ = runs_[run_].from, stop_ = runs_[run_++].to;
-            }
-            _mm_prefetch((const char*)line_, _MM_HINT_T0);
-            line_ += 64;
-        }
-    }
-
-private:
-    struct Run {
-        const uint8_t *from, *to;
-    };
-    Run runs_[kTile];
-    long run_ = 0, end_ = 0;
-    const uint8_t *line_ = nullptr, *stop_ = nullptr;
-};
 
 // The positions [first + from, first + end) of the tile that begins at `first`. The task reads no others of this tile.
 struct Range {
@@ -192,14 +203,14 @@ struct TileRows {
 
 // Lays K out as panels of positions: the groups of sixteen that hold one of the range.
 template <class Kv>
-inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* keys, Asker<Kv>& asker) {
+inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* keys, Asker& asker) {
     const TileRows<Kv> rows(kv, kv.key, range);
     const long words = padded / 2;
     for (long group = range.from / kLanes * kLanes; group < range.end; group += kLanes) {
         uint32_t* panel = keys + group / kPanel * words * kPanel + group % kPanel;
         for (long from = 0; from < padded; from += 32) {
             const Mask pairs = pairs_left(kv.dim, from);
-            asker.ask(8 * kAtOnce<Kv>);
+            asker.ask();
             I16 r[16];
             PDSERVE_UNROLL(16)
             for (int i = 0; i < 16; i++) r[i] = Kv::load(rows.row[group + i], from, pairs);
@@ -212,15 +223,15 @@ inline void lay_out_keys(const Paged<Kv>& kv, const Range& range, long padded, u
 
 constexpr long kPositions = 2 * kDepth;  // that a product with values takes at once
 
-// Lays V out as panels of dimensions: the pairs of positions that are multiplied where one of the range is.
+// Lays V out as panels of dimensions: the positions that are multiplied where one of the range is.
 template <class Kv>
-inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* values, Asker<Kv>& asker) {
+inline void lay_out_values(const Paged<Kv>& kv, const Range& range, long padded, uint32_t* values, Asker& asker) {
     const TileRows<Kv> rows(kv, kv.value, range);
     for (long from = 0; from < padded; from += 32) {
         uint32_t* panel = values + from / kPanel * (kTile / 2) * kPanel;
         const Mask pairs = pairs_left(kv.dim, from);
         for (long i = range.from / kPositions * kPositions; i < round_up(range.end, kPositions); i += 2) {
-            if (i % 16 == 0) asker.ask(8 * kAtOnce<Kv>);
+            if (i % 16 == 0) asker.ask();
             const I16 a = Kv::load(rows.row[i], from, pairs), b = Kv::load(rows.row[i + 1], from, pairs);
             I16 low, high;
             interleave(a, b, low, high);
@@ -318,8 +329,7 @@ inline void pieces(long first, long end, long panel, long panels, const Function
 
 #ifdef PDSERVE_AMX
 // Returns what asks for lines as often in a product by tiles as `Asker::during` does in others.
-template <class Kv>
-inline auto asks_during(Asker<Kv>& asker) {
+inline auto asks_during(Asker& asker) {
     return [&asker]<int Panels>(long k) {
         for (long word = k; word < k + kDepth; word += 4) asker.template during<Panels>(word);
     };
@@ -328,8 +338,7 @@ inline auto asks_during(Asker<Kv>& asker) {
 
 // Multiplies rows [first, end) of the scratch's queries with its keys. tile_at: the first position of the tile in the chunk. Scores
 // of panels without a position stay as they were.
-template <class Kv>
-inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
+inline void score_tile(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker& asker) {
     const long words = s.dim / 2, panel = range.from / kPanel, panel_end = (range.end + kPanel - 1) / kPanel;
 #ifdef PDSERVE_AMX
     return with_tiles([&]<class Tiles>() {
@@ -351,8 +360,7 @@ inline void score_tile(AttentionScratch& s, long first, long end, const Range& r
 // Multiplies rows [first, end) of the scratch's weights with its values, and adds the products to the result. tile_at: the first
 // position of the tile in the chunk. Weights of positions outside of the range are 0, so it changes nothing that their words are
 // left out.
-template <class Kv>
-inline void add_values(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker<Kv>& asker) {
+inline void add_values(AttentionScratch& s, long first, long end, const Range& range, long tile_at, Asker& asker) {
     constexpr long tile_words = kTile / 2, stride = kChunk / 2;
     const long from = range.from / kPositions * kDepth, words = round_up(range.end, kPositions) / 2 - from;
 #ifdef PDSERVE_AMX
@@ -385,8 +393,8 @@ struct Queries {
 };
 
 // Computes the rows of a task over one chunk. kv: that of the first KV head. The sums end up in scratch.result, the sum of their
-// weights in total and the largest score in top. `seen`: the end of the positions that the caller will read. following() returns
-// the asker for what comes after them.
+// weights in total and the largest score in top. `seen`: the end of the positions that the caller will read. following() adds what
+// comes after them to the asker.
 template <class Kv, class Following>
 inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, const Queries& of, long chunk, long seen, const Scoring& how,
                          const Following& following) {
@@ -398,28 +406,33 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, const Queries
     // Rows outside of these see nothing of positions [first, first + count).
     const auto hidden = [&](long first) { return std::max<long>(0, first - of.position) * of.each(); };
     const auto past = [&](long first, long count) { return std::min(rows, (first + count + how.window - 1 - of.position) * of.each()); };
-    // Returns the asker for what is read after a tile of a KV head.
-    const auto after = [&](bool values, long first, long head) -> Asker<Kv> {
-        const auto ask = [&](long head, bool values, long first) -> Asker<Kv> {
+    // The first tile of K was asked for by the chunk or task before. V of latent attention is K, but may have left the cache.
+    Asker& asker = s.asker;
+    const auto expect = [&](bool values, long first, long until) {
+        const long from = std::max(first, low), count = std::min(first + kTile, until) - from;
+        for (long head = 0; head < of.heads; head++) {
             const Paged<Kv> next = kv.later(head);
-            return {next, values ? next.value : next.key, first, std::min<long>(kTile, seen - first)};
-        };
-        if (head + 1 < of.heads) return ask(head + 1, values, first);
-        if (first + kTile < end) return ask(0, values, first + kTile);
-        if (!values) return ask(0, true, begin);
-        return first + kTile < seen ? ask(0, false, first + kTile) : following();
+            asker.add(next, values ? next.value : next.key, from, count);
+        }
     };
-    // Calls f(range, kv, head, row, row_end, asker) for each tile and KV head, in the order in which they are read.
+    asker.begin();
+    for (long first = begin + kTile; first < end; first += kTile) expect(false, first, end);
+    for (long first = begin; first < end; first += kTile) expect(true, first, end);
+    if (end < seen)
+        expect(false, end, seen);
+    else
+        following();
+    // Calls f(range, kv, head, row, row_end) for each tile and KV head, in the order in which they are read.
     const auto each_tile = [&](bool values, const auto& f) {
         for (long first = begin; first < end; first += kTile)
             for (long head = 0; head < of.heads; head++) {
                 const Range range{first, std::max<long>(0, low - first), std::min<long>(kTile, end - first)};
                 const long row = of.heads > 1 ? head * of.group : hidden(first);
-                Asker<Kv> asker = after(values, first, head);
-                f(range, kv.later(head), head, row, of.heads > 1 ? row + of.group : past(first, range.end), asker);
+                asker.allow((range.end - range.from) * Kv::bytes(kv.dim));
+                f(range, kv.later(head), head, row, of.heads > 1 ? row + of.group : past(first, range.end));
             }
     };
-    each_tile(false, [&](const Range& range, const Paged<Kv>& own, long head, long row, long row_end, Asker<Kv>& asker) {
+    each_tile(false, [&](const Range& range, const Paged<Kv>& own, long head, long row, long row_end) {
         const long at = range.first - start, scales_at = head * kChunk + at;
         lay_out_keys(own, range, s.dim, s.keys.data(), asker);
         if constexpr (Kv::kScaled) take_scales(own, range, how.scale, &s.key_scales[scales_at], &s.value_scales[scales_at]);
@@ -438,7 +451,7 @@ inline void attend_chunk(const Paged<Kv>& kv, AttentionScratch& s, const Queries
         else
             soften<Kv::kScaled, true>(s, row, count, how, sight, scales_at);
     }
-    each_tile(true, [&](const Range& range, const Paged<Kv>& own, long, long row, long row_end, Asker<Kv>& asker) {
+    each_tile(true, [&](const Range& range, const Paged<Kv>& own, long, long row, long row_end) {
         lay_out_values(own, range, s.value_dim, s.values.data(), asker);
         add_values(s, row, row_end, range, range.first - start, asker);
     });

@@ -302,7 +302,7 @@ class Model {
     template <class Kv>
     void run(int thread, const Task& task, long layer);
     template <class Kv>
-    Asker<Kv> first_of_next(int thread, long layer);
+    void ask_for_next(int thread, long layer, Asker& asker);
     void merge_parts(const Task& task, long layer, Own& own);
     template <class Kv>
     Paged<Kv> paged(long span, long layer, long head) const;

@@ -104,20 +104,23 @@ void Model::put_all_scaled(int thread, long layer) {
 template <class Kv>
 void Model::attend(int thread, long layer) {
     const std::vector<Task>& tasks = group_of(layer).tasks;
+    own_[thread].attention[layers_[layer].shape.group].asker.clear();
     pool_.queue(thread, long(tasks.size()), [&](long i) { run<Kv>(thread, tasks[i], layer); });
 }
 
-// Returns the asker for the task that this thread will probably take next. If another thread is faster, some reads are wasted.
+// Adds the first tiles of the task that this thread will probably take next. If another thread is faster, some reads are wasted.
 template <class Kv>
-Asker<Kv> Model::first_of_next(int thread, long layer) {
+void Model::ask_for_next(int thread, long layer, Asker& asker) {
     const std::vector<Task>& tasks = group_of(layer).tasks;
     const long index = pool_.next_in_queue(thread);
-    if (index >= long(tasks.size())) return {};
+    if (index >= long(tasks.size())) return;
     const Task& task = tasks[index];
     const long position = step_->span_start[task.span] + task.begin, end = position + task.tokens;
     const long first = std::max(task.chunk * kChunk, scoring(layer).low(position));
-    const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head);
-    return {kv, kv.key, first, std::min<long>(kTile - first % kTile, end - first)};
+    for (long head = 0; head < task.heads; head++) {
+        const Paged<Kv> kv = paged<Kv>(task.span, layer, task.head + head);
+        asker.add(kv, kv.key, first, std::min<long>(kTile - first % kTile, end - first));
+    }
 }
 
 template <class Kv>
@@ -130,7 +133,7 @@ void Model::run(int thread, const Task& task, long layer) {
     const long dim = group.head_dim, value_dim = group.value_dim;
     const long width = layers_[layer].query_width(), out_width = layers_[layer].attended_width();
     const Scoring how = scoring(layer);
-    const auto following = [&] { return first_of_next<Kv>(thread, layer); };
+    const auto following = [&] { ask_for_next<Kv>(thread, layer, s.asker); };
     take_queries(query_.data() + row * width + first * dim, width, of, dim, s);
     if (task.part >= 0) {
         const long part = (task.part + task.chunk - task.chunk_first) * rows;
