@@ -126,7 +126,7 @@ public:
     template <int Panels>
     void during(long k) {
         if constexpr (Panels == 2)
-            if (k % 4 == 0) ask();
+            if (k % 4 == 0 && credit_ > 0) [[unlikely]] ask();
     }
 
     // Asks for the next lines. Eight at once, twice for float32: with 4 at half the distance and with 16, decodes at 2,048 tokens took
