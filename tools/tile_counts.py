@@ -29,7 +29,7 @@ COUNTED: Final = ("shapes", "zeros", "loads", "stores", "products", "products of
 PRODUCT_FLOP: Final = 2 * 16 * 16 * 32
 BYTE_PRODUCT_OP: Final = 2 * PRODUCT_FLOP
 RATE: Final = 2.12e12
-"""FLOP/s of four products with four loads from the second cache, one thread of an Intel Xeon with AMX. Twice as many with bytes."""
+"""FLOP/s of four products with four loads from the second cache, one thread of an Intel Xeon. Bytes have twice as many."""
 READ_BYTES_PER_S: Final = 39e9
 """Weights that one thread of that CPU read from its third cache while it multiplied one row."""
 
@@ -63,6 +63,7 @@ def predicted_s(counts: dict[str, int], weight_bytes: int) -> float:
 
 
 def main() -> int:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantization", choices=("int8", "int4"), default=None)
     parser.add_argument("--cells", nargs="*", default=[case.name for case in CASES], metavar="CASE")
@@ -77,7 +78,9 @@ def main() -> int:
     card = ModelCard.load(directory)
     bits = {None: 16, "int8": 8, "int4": 5}[args.quantization]
     weights = card.spec.numbers * bits // 8
-    table = Table("step", *COUNTED, "products of one thread, predicted", title=f"instructions of AMX, {args.quantization or 'bfloat16'}")
+    table = Table(
+        "step", *COUNTED, "products of one thread, predicted", title=f"instructions of AMX, {args.quantization or 'bfloat16'}"
+    )
     with tempfile.TemporaryDirectory() as temporary:
         counting = handler(Path(temporary))
         counting.tiles_trap(1)
@@ -88,7 +91,9 @@ def main() -> int:
         for case in CASES:
             if case.name in args.cells:
                 counts = counts_of(counting, engine, case)
-                table.add_row(case.name, *(f"{counts[name]:,}" for name in COUNTED), f"{1e3 * predicted_s(counts, weights):.1f} ms")
+                table.add_row(
+                    case.name, *(f"{counts[name]:,}" for name in COUNTED), f"{1e3 * predicted_s(counts, weights):.1f} ms"
+                )
     Console(width=200).print(table)
     return 0
 

@@ -320,7 +320,6 @@ class LayerSpec:
         if self.norms.offset:
             yield "an offset of norms"
 
-
     def splits_among(self, ranks: int) -> bool:
         """Tell whether each rank gets whole query heads and whole groups of numbers."""
         widths = (self.attention.out_width, *self.mlp.split_widths)

@@ -131,7 +131,9 @@ def test_an_unknown_instruction_set_is_one_line_and_2(tmp_path, monkeypatch):
     process = start("decode_worker", path)
     _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2, err
-    assert err.splitlines()[-1].startswith("error: PDSERVE_ISA must be one of amx, avx512_bf16, avx512, avx2, amx_emulated, none, got 'sse9'")
+    assert err.splitlines()[-1].startswith(
+        "error: PDSERVE_ISA must be one of amx, avx512_bf16, avx512, avx2, amx_emulated, none, got 'sse9'"
+    )
 
 
 def test_a_port_that_is_taken_is_one_line_and_2(tmp_path):

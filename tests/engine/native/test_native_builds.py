@@ -93,8 +93,14 @@ def test_the_order_of_sets_is_that_of_a_vendors_cpus(monkeypatch):
     """The faster of two sets with equal bits. It never depends on a measurement, so a restart changes nothing."""
     monkeypatch.delenv("PDSERVE_ISA", raising=False)
     installed_set("avx512_bf16")
-    monkeypatch.setattr(library, "open_library", lambda path, emulated: library.Found(object(), "", path.name.split(".")[0][9:]))
-    for vendor, fastest in (("GenuineIntel", ["amx", "avx512"]), ("AuthenticAMD", ["amx", "avx512_bf16"]), ("", ["amx", "avx512_bf16"])):
+    monkeypatch.setattr(
+        library, "open_library", lambda path, emulated: library.Found(object(), "", path.name.split(".")[0][9:])
+    )
+    for vendor, fastest in (
+        ("GenuineIntel", ["amx", "avx512"]),
+        ("AuthenticAMD", ["amx", "avx512_bf16"]),
+        ("", ["amx", "avx512_bf16"]),
+    ):
         assert list(library.order(vendor))[:2] == fastest
         assert sorted(library.order(vendor)) == sorted(library.SETS)
         monkeypatch.setattr(library, "_vendor", lambda vendor=vendor: vendor)
@@ -108,7 +114,9 @@ def test_no_set_means_torch_and_a_wrong_name_is_refused_with_the_choices(monkeyp
     monkeypatch.setenv("PDSERVE_ISA", "none")
     assert library.find.__wrapped__() == library.Found(None, "PDSERVE_ISA is none")
     monkeypatch.setenv("PDSERVE_ISA", "sse9")
-    with pytest.raises(ConfigError, match="PDSERVE_ISA must be one of amx, avx512_bf16, avx512, avx2, amx_emulated, none, got 'sse9'"):
+    with pytest.raises(
+        ConfigError, match="PDSERVE_ISA must be one of amx, avx512_bf16, avx512, avx2, amx_emulated, none, got 'sse9'"
+    ):
         library.find.__wrapped__()
 
 

@@ -39,7 +39,9 @@ class Products:
         self.isa = isa
         self._library = ctypes.CDLL(str(path))
 
-    def __call__(self, x: NDArray[np.uint16], w: NDArray[np.uint16], bits: int = 16, parts: int = 1, first: int = 0) -> NDArray[np.float32]:
+    def __call__(
+        self, x: NDArray[np.uint16], w: NDArray[np.uint16], bits: int = 16, parts: int = 1, first: int = 0
+    ) -> NDArray[np.float32]:
         x, w = np.ascontiguousarray(x), np.ascontiguousarray(w)
         found = np.full((len(x), len(w)), np.nan, np.float32)
         sizes = map(c_long, (parts, first, len(x), len(w), x.shape[1]))
@@ -85,7 +87,7 @@ def test_a_row_does_not_depend_on_its_company(isa, products, rows, first, shape,
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_parts_are_the_products_of_slices_added_as_a_tree(isa, bits, parts, products):
-    """A rank that holds some neighbouring parts adds them up as a single rank does. Integers have one scale for a whole column."""
+    """A rank that holds some neighbouring parts adds them up as a single rank does. Integers have a scale for a whole column."""
     x, w = operands(37, 40, 1024)
     multiply, width = products[isa], 1024 // parts
     sums = [multiply(x[:, at : at + width], w[:, at : at + width], bits) for at in range(0, 1024, width)]

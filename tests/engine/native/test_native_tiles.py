@@ -46,7 +46,9 @@ class Instructions:
 
     def alone(self, op, rows, columns, words, *operands):
         found = np.zeros((16, 64), np.uint8)
-        self._library.tiles_alone(op, rows, columns, words, *(array.ctypes.data_as(ctypes.c_void_p) for array in (*operands, found)))
+        self._library.tiles_alone(
+            op, rows, columns, words, *(array.ctypes.data_as(ctypes.c_void_p) for array in (*operands, found))
+        )
         return found
 
     def by_header(self, emulated, op, rows, *operands):
