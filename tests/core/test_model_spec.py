@@ -127,3 +127,19 @@ def test_what_a_whole_model_has_beyond_llama_has_a_name():
     assert replace(MODEL, softcap=30.0).beyond() == "a softcap of logits"
     assert replace(MODEL, layers=(replace(LAYER, post_norms=True),)).beyond() == "post_norms"
     assert replace(MODEL, layers=(replace(LAYER, mlp=DenseSpec(128, "gelu_tanh")),)).beyond() == "gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "intermediate", "expected"),
+    [(32, 128, 14336, 8), (9, 64, 1536, 1), (14, 64, 4864, 2), (16, 64, 128 * 5, 2), (4, 64, 4096, 4), (8, 8, 4096, 1)],
+)
+def test_a_product_has_as_many_parts_as_all_layers_could_have_ranks(
+    heads: int, head_dim: int, intermediate: int, expected: int
+) -> None:
+    """Ranks get whole heads and whole groups of 64 numbers. 9 heads are SmolLM2's, 32 are Llama-3-8B's."""
+    attention = replace(ATTENTION, heads=heads, kv_heads=1, qk_dim=head_dim, v_dim=head_dim)
+    layer = replace(LAYER, attention=attention, mlp=DenseSpec(intermediate))
+    whole = replace(LAYER, attention=replace(attention, heads=32, qk_dim=128, v_dim=128), mlp=DenseSpec(64 * 128))
+    assert replace(MODEL, layers=(whole, layer)).parts == expected
+    mixture = MoeSpec(experts=4, experts_per_token=2, intermediate=64 * 8, shared=64 * 3)
+    assert replace(MODEL, layers=(replace(whole, mlp=mixture),)).parts == 1

@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_its_company(isa, products, rows, first, shape,
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_parts_are_the_products_of_slices_added_as_a_tree(isa, bits, parts, products):
-    """A rank that holds some neighbouring parts adds them up as a single rank does. Integers have a scale for a whole column."""
+    """A rank that holds some neighbouring parts adds them up as a single rank does. An integer column has one scale."""
     x, w = operands(37, 40, 1024)
     multiply, width = products[isa], 1024 // parts
     sums = [multiply(x[:, at : at + width], w[:, at : at + width], bits) for at in range(0, 1024, width)]
