@@ -40,7 +40,7 @@ KNOWN: Final = {
     "amx": InstructionSet("AMX", "tdpbf16ps", "tdpbsud"),
     "avx512_bf16": InstructionSet("AVX-512 with bf16", "vdpbf16ps", "vpdpbusd"),
     "avx512": InstructionSet("AVX-512", "two vfmadd231ps", "vpdpbusd"),
-    "avx2": InstructionSet("AVX2", "two vfmadd231ps", "vpmaddubsw"),
+    "avx2": InstructionSet("AVX2", "two vfmadd231ps", "vpdpbusd or vpmaddubsw"),
     EMULATED: InstructionSet("emulated AMX", "tdpbf16ps, emulated", "tdpbsud, emulated"),
 }
 """What is known of each instruction set, the fastest first."""

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 pytestmark = pytest.mark.skipif(not harness_sets(), reason="this CPU lacks AVX2")
 
 HERE = Path(__file__).parent
+PLAIN = "avx2 without avx_vnni"
+SETS = [*harness_sets(), PLAIN]
 SHAPES = [(40, 512), (64, 1024), (96, 192)]  # n, k
 
 
@@ -54,10 +56,12 @@ def products(tmp_path_factory) -> dict[str, Products]:
     """Those of each set that this CPU can compute, by its name."""
     directory, sources = tmp_path_factory.mktemp("products"), [str(HERE / "products_check.cpp")]
     found = {}
-    for isa in harness_sets():
-        own = ["-DPDSERVE_AMX"] if isa.startswith("amx") else []
+    for isa in SETS:
+        own = ["-DPDSERVE_AMX"] if isa.startswith("amx") else ["-DPDSERVE_NO_AVX_VNNI"] if isa == PLAIN else []
         path = directory / f"{isa}.so"
-        build(compiler("g++"), path, f"-I{NATIVE}", "-O1", *own, isa=isa.removesuffix("_emulated"), sources=sources)
+        build(
+            compiler("g++"), path, f"-I{NATIVE}", "-O1", *own, isa=isa.split(" ")[0].removesuffix("_emulated"), sources=sources
+        )
         found[isa] = Products(path, isa)
     return found
 
@@ -72,7 +76,7 @@ def combinations(n: int, k: int) -> list[tuple[int, int]]:
     return [(bits, parts) for bits in (16, 8, 4) for parts in (1, 2, 4, 8) if k % (64 * parts) == 0]
 
 
-@pytest.mark.parametrize("isa", harness_sets())
+@pytest.mark.parametrize("isa", SETS)
 @given(rows=st.integers(1, 80), first=st.integers(0, 79), shape=st.sampled_from([*SHAPES, (50, 176)]), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_row_does_not_depend_on_its_company(isa, products, rows, first, shape, data):
@@ -83,7 +87,7 @@ def test_a_row_does_not_depend_on_its_company(isa, products, rows, first, shape,
     assert np.array_equal(products[isa](x[:rows], w, bits, parts, first)[first:], whole[first:rows])
 
 
-@pytest.mark.parametrize("isa", harness_sets())
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_parts_are_the_products_of_slices_added_as_a_tree(isa, bits, parts, products):
@@ -116,7 +120,7 @@ def test_tiles_add_up_even_and_odd_products_of_32_numbers(products):
     assert np.array_equal(products["amx_emulated"](x, w), chains(widened(x), widened(w), 16))
 
 
-@pytest.mark.parametrize("isa", harness_sets())
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize(("bits", "bound"), [(16, 1e-5), (8, 0.05), (4, 0.2)])
 def test_products_are_those_of_the_numbers(isa, bits, bound, products):
     """bound: of the error beside the size of what is added up."""
@@ -126,7 +130,7 @@ def test_products_are_those_of_the_numbers(isa, bits, bound, products):
     assert (error <= bound * np.linalg.norm(wide_x, axis=1)[:, None] * np.linalg.norm(wide_w, axis=1) / np.sqrt(40)).all()
 
 
-@pytest.mark.parametrize("isa", harness_sets())
+@pytest.mark.parametrize("isa", SETS)
 def test_integers_have_the_same_bits_in_every_set(isa, products):
     x, w = operands(37, 40, 1024)
     assert np.array_equal(products[isa](x, w, 8, 4), products["avx2"](x, w, 8, 4))

@@ -19,7 +19,11 @@ constexpr long kGroup4 = 32;
 constexpr long kGroup4Words = kGroup4 / 2;             // words of x in a group
 constexpr long kGroup4Lines = 2 + kGroup4Words / 2;    // one line of scales, one of leasts, then lines of codes for two words of k each
 constexpr long kGroup4Stride = kGroup4Lines * kLanes;  // in words
-constexpr int kMostRows4 = kRows / 2;                  // registers hold the sums of a group beside those of whole rows
+#ifdef __AVX512F__
+constexpr int kMostRows4 = kRows / 2;  // registers hold the sums of a group beside those of whole rows
+#else
+constexpr int kMostRows4 = kRows;      // with two rows, codes are looked up so often that a prompt takes 1.4 times as long
+#endif
 
 inline Table code_table() {
     return Table({0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170});

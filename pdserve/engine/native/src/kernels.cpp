@@ -58,7 +58,8 @@ int64_t pdserve_products(int bits, int64_t rounds) {
 #ifdef PDSERVE_AMX
     return bits == 8 ? pdserve::multiply_tile_registers<true>(rounds) : pdserve::multiply_tile_registers<false>(rounds);
 #endif
-    return bits == 8 ? pdserve::multiply_registers<pdserve::Int8Dot>(rounds) : pdserve::multiply_registers<pdserve::Bf16Dot>(rounds);
+    if (bits == 8) return pdserve::with_int8_dot([&]<class Dot>() { return pdserve::multiply_registers<Dot>(rounds); });
+    return pdserve::multiply_registers<pdserve::Bf16Dot>(rounds);
 }
 
 int pdserve_model_sample(void* model, int64_t threads, float* logits, const PdRow* rows, int64_t count, int32_t* ids) {

@@ -40,7 +40,7 @@ void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_
     if (w.bits == 4)
         multiply_int4(x, rows, w, panel, panel_end, out);
     else if (w.bits == 8)
-        multiply_by<Int8Dot>(x, rows, w, panel, panel_end, out);
+        with_int8_dot([&]<class Dot>() { multiply_by<Dot>(x, rows, w, panel, panel_end, out); });
     else
         multiply_by<Bf16Dot>(x, rows, w, panel, panel_end, out);
 }

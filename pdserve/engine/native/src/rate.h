@@ -30,7 +30,7 @@ inline I16 another(I16 x) {
 // Adds products to each of kChains sums, `rounds` times. Returns the operations: two for a product and its addition.
 template <class Dot>
 int64_t multiply_registers(int64_t rounds) {
-    constexpr bool integers = std::is_same_v<Dot, Int8Dot>;
+    constexpr bool integers = !std::is_same_v<Dot, Bf16Dot>;
     alignas(64) uint32_t start[(kChains + 1) * kLanes];  // no two are equal: of equal chains the compiler computes one
     for (uint32_t i = 0; i < (kChains + 1) * kLanes; i++) start[i] = kOnes + i;
     typename Dot::Sum sum[kChains];
