@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from real_service import APART, GREEDY
@@ -28,3 +29,17 @@ def test_answers_of_workers_with_other_bits_are_not_called_exact() -> None:
         cluster.processes["decode-1"].kill()
         cluster.wait_state(lambda state: len(state.workers) == 2)
         assert cluster.state().exact
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="this CPU lacks avx512_bf16")
+@pytest.mark.parametrize(("isa", "exact"), [("avx2", True), ("amx_emulated", False)])
+def test_another_instruction_set_is_exact_where_its_bits_are_equal(isa: str, exact: bool) -> None:
+    engine = EngineConfig(model="tiny", dtype="bfloat16", kv_cache_memory=16 * MIB, threads=1)
+    forced = {name: Place(env={"PDSERVE_ISA": "avx512_bf16"}) for name in ("prefill-0", "decode-0")}
+    with ProcessCluster(engine, decode=2, places={**forced, "decode-1": Place(env={"PDSERVE_ISA": isa})}) as cluster:
+        assert {worker.hello.worker_id: worker.hello.isa for worker in cluster.state().workers}["decode-1"] == isa
+        assert cluster.state().exact == exact
+        answers = generate_all(cluster.grpc, [request(ids, APART, max_tokens=8, **GREEDY) for ids in PROMPTS], 4)
+        assert {(answer.report.decode_worker, answer.report.exact) for answer in answers} == {("decode-0", True), ("decode-1", exact)}
