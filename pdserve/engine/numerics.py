@@ -40,25 +40,27 @@ def numerics_of(runner: ModelRunner, card: ModelCard, config: EngineConfig) -> s
 
     card, config: those with which the runner was made. By these settings a small model is computed that has made-up weights and
     the features of the served one: a step of whole prompts, a step of single tokens, and a step of one token. The name is a
-    hash of all logits and drawn tokens.
+    hash of all logits and drawn tokens. Weights of integers are computed as they are, too: rounding a row to integers hides
+    most last bits of attention from so few tokens, but not from all tokens that a worker computes.
     """
     if not runner.batch_invariant:
         return ""
     small = probe_card(card)
     layout = small.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
     blocks = sum(ceil_div(length + 2, config.block_size) for length in LENGTHS)
-    probed = ModelRunner.make(
-        small,
-        replace(
-            config, max_model_len=PROMPT + 2, max_num_seqs=len(LENGTHS), max_num_batched_tokens=sum(LENGTHS),
-            kv_cache_memory=blocks * layout.block_bytes,
-        ),
-        lambda dtype, device: stream_weights(Path(), small, dtype, device, load_format="dummy"),
-    )  # fmt: skip
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
-    for plan in _plans(layout, small.vocab_size):
-        digest.update(probed.logits(plan).cpu().numpy().tobytes())
-        digest.update(repr(probed.execute(plan)).encode())
+    for quantization in dict.fromkeys((config.quantization, None)):
+        probed = ModelRunner.make(
+            small,
+            replace(
+                config, max_model_len=PROMPT + 2, max_num_seqs=len(LENGTHS), max_num_batched_tokens=sum(LENGTHS),
+                kv_cache_memory=blocks * layout.block_bytes, quantization=quantization,
+            ),
+            lambda dtype, device: stream_weights(Path(), small, dtype, device, load_format="dummy"),
+        )  # fmt: skip
+        for plan in _plans(layout, small.vocab_size):
+            digest.update(probed.logits(plan).cpu().numpy().tobytes())
+            digest.update(repr(probed.execute(plan)).encode())
     return digest.hexdigest()
 
 

@@ -42,4 +42,7 @@ def test_another_instruction_set_is_exact_where_its_bits_are_equal(isa: str, exa
         assert {worker.hello.worker_id: worker.hello.isa for worker in cluster.state().workers}["decode-1"] == isa
         assert cluster.state().exact == exact
         answers = generate_all(cluster.grpc, [request(ids, APART, max_tokens=8, **GREEDY) for ids in PROMPTS], 4)
-        assert {(answer.report.decode_worker, answer.report.exact) for answer in answers} == {("decode-0", True), ("decode-1", exact)}
+        assert {(answer.report.decode_worker, answer.report.exact) for answer in answers} == {
+            ("decode-0", True),
+            ("decode-1", exact),
+        }

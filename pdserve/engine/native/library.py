@@ -45,7 +45,7 @@ KNOWN: Final = {
 }
 """What is known of each instruction set, the fastest first."""
 SETS: Final = tuple(isa for isa in KNOWN if isa != EMULATED)
-"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h."""
+"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h and src/tile_products.h."""
 ISA: Final = "PDSERVE_ISA"
 """The environment variable that forces a set, so that a slower one can be tried where a faster one runs."""
 NO_SET: Final = "none"
@@ -159,6 +159,8 @@ def find() -> Found:
     for isa in (forced,) if forced else order(_vendor()):
         path = installed(f"_kernels_{'amx' if isa == EMULATED else isa}")
         if path is None:
+            if forced and any(map(installed, map("_kernels_{}".format, SETS))):
+                found = Found(None, "it was not built when pdserve was installed, which its compiler may not support")
             continue
         found = open_library(path, emulated=isa == EMULATED)
         if found.library is not None:

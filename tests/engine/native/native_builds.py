@@ -51,7 +51,7 @@ def harness_sets() -> list[str]:
     """The sets that this CPU computes. Tiles are emulated where it has none."""
     paths = {isa: path for isa in library.SETS if (path := library.installed(f"_kernels_{isa}")) is not None}
     own = [isa for isa, path in paths.items() if library.open_library(path).library is not None]
-    return [*own, library.EMULATED] if "avx512_bf16" in own else own
+    return [*own, library.EMULATED] if "avx512_bf16" in own and "amx" in paths else own
 
 
 @cache

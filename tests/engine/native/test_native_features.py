@@ -93,21 +93,28 @@ def error_of_rows(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 NUMBERS = {"nan": float("nan"), "inf": float("inf"), "minus inf": float("-inf")}
-PARTS = [("qwen2", 0), ("qwen2", 1), ("all", 0), ("all", 1), ("latent", 0), ("latent_wide", 0)]
+PLANES = [("qwen2", 0), ("qwen2", 1), ("all", 0), ("all", 1), ("latent", 0), ("latent_wide", 0)]
+PARTS = [(name, plane, kv_cache_dtype, None) for name, plane in PLANES for kv_cache_dtype in ("bf16", "fp32")]
+PARTS += [
+    (name, plane, "bf16", quantization) for name in ("all", "mixed") for plane in (0, 1) for quantization in ("int8", "int4")
+]
 
 
 @COMPILED
-@pytest.mark.quick("2-bf16-nan-qwen2-0", "300-fp32-inf-latent-0", "2-bf16-minus inf-all-0")
-@pytest.mark.parametrize(("name", "plane"), PARTS)
+@pytest.mark.quick(
+    "2-nan-qwen2-0-bf16-None", "300-inf-latent-0-fp32-None", "2-minus inf-all-0-bf16-None", "300-nan-all-1-bf16-int8"
+)
+@pytest.mark.parametrize(("name", "plane", "kv_cache_dtype", "quantization"), PARTS)
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("position", [2, 300])
-def test_one_key_or_value_that_is_no_number_costs_its_own_sequence_alone(make, name, plane, number, kv_cache_dtype, position):
+def test_one_key_or_value_that_is_no_number_costs_its_own_sequence_alone(
+    make, name, plane, number, kv_cache_dtype, quantization, position
+):
     """A key that was no number got weight 0, and a token was drawn as if nothing had been wrong.
 
     Plane 0 has keys, 1 values. The position lies in an early chunk of attention or in the last one. One number is overwritten.
     """
-    runner = make(name, kv_cache_dtype=kv_cache_dtype, threads=2)
+    runner = make(name, kv_cache_dtype=kv_cache_dtype, quantization=quantization, threads=2)
     prompts, decodes = steps(runner)
     runner.logits(prompts)
     clean = runner.logits(decodes)
@@ -123,6 +130,28 @@ def test_one_key_or_value_that_is_no_number_costs_its_own_sequence_alone(make, n
     assert not found[ill].isfinite().any()
     others = [i for i in range(len(LENGTHS)) if i != ill]
     assert torch.equal(found[others], clean[others])
+
+
+@COMPILED
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8_e4m3", "int4"])
+def test_a_token_that_is_no_number_makes_later_ones_so_in_every_format_of_kv(make, tiny_dir, kv_cache_dtype):
+    """An integer cannot tell that a key was no number, so the scale of its block does. It was rounded to a finite key."""
+    spec = replace(MODELS["all"], tied_head=False)
+    weights = weights_of(spec)
+    weights.embedding[7] = float("nan")
+    card = replace(ModelCard.load(tiny_dir), spec=spec)
+    config = EngineConfig(
+        kv_cache_memory=8 * MIB, max_model_len=640, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, threads=1
+    )
+    runner = ModelRunner.make(card, config, lambda dtype, _: weights.map(lambda tensor: tensor.to(dtype)))
+    ill, well = [1, 2, 3, 7, *range(8, 28)], [1, 2, 3, 4, *range(8, 28)]
+    tables = [tuple((BlockId(2 * i), BlockId(2 * i + 1)) for _ in runner.kv.spec.groups) for i in range(2)]
+    prompts = [SequenceSlice(SeqId(i), 0, tuple(ids), tables[i], ()) for i, ids in enumerate((ill, well))]
+    found = runner.logits(StepPlan(tuple(prompts))).isfinite()
+    assert not found[3:24].any()
+    assert found[24:].all()
+    decodes = [SequenceSlice(SeqId(i), 24, (5,), tables[i], ()) for i in range(2)]
+    assert runner.logits(StepPlan(tuple(decodes))).isfinite().all(1).tolist() == [False, True]
 
 
 WAYS = [(name, "bf16", threads) for name in MODELS for threads in (1, 2)]

@@ -48,3 +48,9 @@ def test_bits_are_those_that_were_stored(isa, architecture, quantization, monkey
         place[str(quantization)] = name
         GOLDENS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     assert place[str(quantization)] == name
+
+
+def test_no_name_is_that_of_another_class():
+    stored = json.loads(GOLDENS.read_text())
+    names = [name for families in stored.values() for kinds in families.values() for name in kinds.values()]
+    assert len(set(names)) == len(names) == 2 * len(FAMILIES) * 3

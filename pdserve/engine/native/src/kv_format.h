@@ -142,12 +142,16 @@ inline bool with_format(int64_t format, const Function& f) {
 // Writes `count` tokens of one head, [count, dim] float32 with `stride` between them, into a block from offset `first` on. `rows`
 // and `scale_at` are those of the block and head. When the new tokens need a larger scale, the older tokens are rounded again;
 // otherwise they stay as they are. A block without older tokens has no scale yet: the memory holds a former owner's value.
+// The scale is NaN from the first number on that is not finite, since no stored number could tell.
 template <class Kv>
 inline void quantise_head(const float* values, long stride, long first, long count, long dim, uint8_t* rows, float* scale_at) {
-    F16 highest = zeros();
+    F16 highest = zeros(), check = zeros();
     for (long i = 0; i < count; i++)
-        for (long at = 0; at < dim; at += kLanes)
-            highest = max(highest, absolute(pdserve::load(values + i * stride + at)));
+        for (long at = 0; at < dim; at += kLanes) {
+            const F16 value = pdserve::load(values + i * stride + at);
+            highest = max(highest, absolute(value));
+            check = fma(value, zeros(), check);
+        }
     const float needed = largest_lane(highest) / Kv::kLargest, before = first > 0 ? *scale_at : 0.0f;
     const float scale = std::max(before, needed < kSmallestScale ? 0.0f : needed);
     const F16 inverse = broadcast(scale > 0 ? 1.0f / scale : 0.0f), old = broadcast(before);
@@ -160,7 +164,7 @@ inline void quantise_head(const float* values, long stride, long first, long cou
     for (long i = 0; i < count; i++)
         for (long at = 0; at < dim; at += kLanes)
             Kv::store(rows + (first + i) * Kv::bytes(dim), at, pdserve::load(values + i * stride + at) * inverse);
-    *scale_at = scale;
+    *scale_at = scale + sum_lanes(check);
 }
 
 }  // namespace pdserve

@@ -1,6 +1,6 @@
 // Matrix products with weights that are packed once. An element of the result is one chain of multiply-adds in the order of k, in
 // one accumulator. Its bits depend on its row of x and its column of the weight, never on the number of rows that are multiplied
-// together, on the tile that computes it, or on the thread.
+// together, on the tile that computes it, or on the thread. With AMX, products of bfloat16 are added up otherwise: see tile_products.h.
 //
 // A weight whose rows could be split among several ranks has parts: a chain for each of them, added as a balanced tree (`Tree`). So
 // a rank that computes some neighbouring parts adds them up as one rank with all of them does.
@@ -223,12 +223,12 @@ constexpr int kMostPartLevels = 3;  // levels of the tree of parts, which are at
 template <int N>
 class Tree {
   public:
-    // Takes the sums of parts 0, 1, 2, ... in this order. After the last one, `sums` are those of all parts.
-    [[gnu::noinline]] void add(long part, F16* sums) {
+    // Takes the sums of parts 0, 1, 2, ... in this order: the first `count` vectors. After the last one, they are those of all parts.
+    [[gnu::noinline]] void add(long part, F16* sums, int count = N) {
         int level = 0;
         for (; part >> level & 1; level++)
-            for (int i = 0; i < N; i++) sums[i] = waiting_[level][i] + sums[i];
-        for (int i = 0; i < N && level < kMostPartLevels; i++) waiting_[level][i] = sums[i];
+            for (int i = 0; i < count; i++) sums[i] = waiting_[level][i] + sums[i];
+        for (int i = 0; i < count && level < kMostPartLevels; i++) waiting_[level][i] = sums[i];
     }
 
   private:

@@ -8,10 +8,15 @@
 
 namespace pdserve {
 
-// Writes one group of float32 numbers as integers up to 127, and their scale and offset.
+// Writes one group of float32 numbers as integers up to 127, and their scale and offset. The scale is NaN where one of the numbers is
+// not finite: no integer could tell.
 inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset) {
-    F16 largest = zeros();
-    for (long i = 0; i < kGroup; i += kLanes) largest = max(largest, absolute(load(x + i)));
+    F16 largest = zeros(), check = zeros();
+    for (long i = 0; i < kGroup; i += kLanes) {
+        const F16 value = load(x + i);
+        largest = max(largest, absolute(value));
+        check = fma(value, zeros(), check);
+    }
     const float top = largest_lane(largest);
     const F16 inverse = broadcast(top > 0 ? 127.0f / top : 0.0f);
     I16 sum = broadcast(0);
@@ -20,7 +25,7 @@ inline void put_group(const float* x, int8_t* to, float& scale, int32_t& offset)
         sum = sum + whole;
         _mm_storeu_si128((__m128i*)(to + i), low_bytes(whole));
     }
-    scale = top / 127.0f;
+    scale = top / 127.0f + sum_lanes(check);
     offset = -128 * sum_lanes(sum);
 }
 

@@ -147,7 +147,7 @@ inline void panel_product(const Rows& x, const RowTiles<R>& at, const Weight& w,
             if (prefetch) prefetch_words(from + k * kPanel + kAheadWords);
         });
         each_tile<R * 2>([&]<int I>() { Tiles::template store<I>(&sums[I / 2].of[0][I % 2], kPanelBytes); });
-        if (w.parts > 1) tree.add(part, sums[0].of[0]);
+        if (w.parts > 1) tree.add(part, sums[0].of[0], R == 1 ? 2 * at.rows : R * kSide * 2);
     }
     at.each_new([&](long row, int tile, long i) { out(row, panel * kPanel, sums[tile].of[i][0], sums[tile].of[i][1]); });
 }
@@ -185,7 +185,7 @@ inline void group_sums(const uint32_t* x, long stride, const RowTiles<1>& at, co
             }
         }
         std::copy(sum, sum + kSide, total);
-        if (parts > 1) tree.add(part, total);
+        if (parts > 1) tree.add(part, total, at.rows);
     }
 }
 
