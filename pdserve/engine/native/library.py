@@ -45,7 +45,7 @@ KNOWN: Final = {
 }
 """What is known of each instruction set, the fastest first."""
 SETS: Final = tuple(isa for isa in KNOWN if isa != EMULATED)
-"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/matmul.h and src/tile_products.h."""
+"""The instruction sets that have a library, the fastest first. All but amx compute the same bits: see src/tile_products.h."""
 ISA: Final = "PDSERVE_ISA"
 """The environment variable that forces a set, so that a slower one can be tried where a faster one runs."""
 NO_SET: Final = "none"
