@@ -8,7 +8,7 @@ MOST_FILES = 91
 MOST_CHANGES = 178
 MOST_TOKEN_CALLS = {"router": 60, "prefill": 4, "decode": 86}
 TRIES = 4
-"""Measurements, of which the shortest way counts: messages that arrive in pieces make a way longer, by up to 11 changes of file."""
+"""Measurements, of which the shortest way counts: messages in pieces make a way longer, by up to 11 changes of file."""
 
 
 def within(hops: Hops) -> bool:
