@@ -264,11 +264,11 @@ struct Rows {
     long group(long row) const { return row * stride / kGroupWords; }
 };
 
-// Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on. It is always
-// inlined: left to itself, gcc does so or not by the size of the whole file.
+// Computes the sums of R rows with one panel. With each word, it prefetches `Lines` cache lines from `ahead` on. It is never
+// inlined: all uses of products share it, so that it is compiled once for all of them.
 template <class Dot, int R, int Lines>
-[[gnu::always_inline]] inline void sums(const Rows& x, long row, const Weight& w, const uint32_t* panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
-    const uint32_t* from = x.words + row * x.stride;
+[[gnu::noinline]] void sums(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, F16 (&sum)[R][2]) {
+    const uint32_t *from = x.words + row * x.stride, *weights = w.panel(panel);
     const auto ask = [&](long k) {
         for (int line = 0; line < Lines; line++) _mm_prefetch((const char*)(ahead + (k * Lines + line) * kLanes), _MM_HINT_T1);
     };
@@ -279,7 +279,7 @@ template <class Dot, int R, int Lines>
         PDSERVE_UNROLL(12)
         for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zeros();
         if constexpr (std::is_same_v<Dot, Bf16Dot>) {
-            tile<Dot, R, 1>(from + begin, x.stride, panel + begin * kPanel, 0, each, sum, [&](long k) { ask(begin + k); });
+            tile<Dot, R, 1>(from + begin, x.stride, weights + begin * kPanel, 0, each, sum, [&](long k) { ask(begin + k); });
         } else {
             F16 total[R][2];
             PDSERVE_UNROLL(12)
@@ -289,7 +289,7 @@ template <class Dot, int R, int Lines>
                 const long index = at / kGroupWords;
                 PDSERVE_UNROLL(12)
                 for (int r = 0; r < R; r++) group[r][0] = group[r][1] = Dot::start(x.offsets[x.group(row + r) + index]);
-                tile<Dot, R, 1>(from + at, x.stride, panel + at * kPanel, 0, kGroupWords, group, [&](long k) { ask(at + k); });
+                tile<Dot, R, 1>(from + at, x.stride, weights + at * kPanel, 0, kGroupWords, group, [&](long k) { ask(at + k); });
                 PDSERVE_UNROLL(12)
                 for (int r = 0; r < R; r++) {
                     const F16 scale = broadcast(x.scales[x.group(row + r) + index]);
@@ -302,23 +302,30 @@ template <class Dot, int R, int Lines>
         }
         if (w.parts > 1) tree.add(part, sum[0]);
     }
+    if constexpr (!std::is_same_v<Dot, Bf16Dot>) {
+        const F16 low = load(w.scales + panel * kPanel), high = load(w.scales + panel * kPanel + kLanes);
+        for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * low, sum[r][1] = sum[r][1] * high;
+    }
+}
+
+// Hands the sums of R rows with `panel`, and with the next one where there are four halves, to the use of a product.
+template <int R, int Halves, class Out>
+[[gnu::noinline]] void use(const F16 (&sum)[R][Halves], long row, long panel, const Out& out) {
+    PDSERVE_UNROLL(12)
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < Halves; h += 2) out(row + r, panel * kPanel + h * kLanes, sum[r][h], sum[r][h + 1]);
 }
 
 template <class Dot, int R, int Lines, class Out>
 void piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
     F16 sum[R][2];
-    sums<Dot, R, Lines>(x, row, w, w.panel(panel), ahead, sum);
-    if constexpr (!std::is_same_v<Dot, Bf16Dot>) {
-        const F16 low = load(w.scales + panel * kPanel), high = load(w.scales + panel * kPanel + kLanes);
-        for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * low, sum[r][1] = sum[r][1] * high;
-    }
-    for (int r = 0; r < R; r++) out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
+    sums<Dot, R, Lines>(x, row, w, panel, ahead, sum);
+    use(sum, row, panel, out);
 }
 
-// Computes R rows of two panels in bfloat16. It loads less than two pieces of one panel do: a row's word serves both.
-template <int R, int Lines, class Out>
-void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
-    F16 sum[R][4];
+// Does what `sums` does for two panels in bfloat16. It loads less than two calls of `sums` do: a row's word serves both.
+template <int R, int Lines>
+[[gnu::noinline]] void pair_sums(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, F16 (&sum)[R][4]) {
     const long each = w.words / w.parts;
     Tree<R * 4> tree;
     for (long part = 0; part < w.parts; part++) {
@@ -332,10 +339,13 @@ void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint
                             });
         if (w.parts > 1) tree.add(part, sum[0]);
     }
-    for (int r = 0; r < R; r++) {
-        out(row + r, panel * kPanel, sum[r][0], sum[r][1]);
-        out(row + r, (panel + 1) * kPanel, sum[r][2], sum[r][3]);
-    }
+}
+
+template <int R, int Lines, class Out>
+void pair_piece(const Rows& x, long row, const Weight& w, long panel, const uint32_t* ahead, const Out& out) {
+    F16 sum[R][4];
+    pair_sums<R, Lines>(x, row, w, panel, ahead, sum);
+    use(sum, row, panel, out);
 }
 
 // Multiplies pairs of panels, as many as there are, and returns the first panel that is left. The first four pieces prefetch the
