@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from real_service import APART, AUTO, BOUND_S, GREEDY, TOGETHER, OpenStream, tiny
+from real_service import APART, AUTO, BOUND_S, GREEDY, TOGETHER, tiny
 
 from pdserve.config import RouterConfig
 from pdserve.rpc.v1 import common_pb2, inference_pb2, inference_pb2_grpc
