@@ -65,7 +65,7 @@ def test_sigterm_after_ray_has_started_is_ours(run_command: Any) -> None:
 @pytest.mark.slow
 def test_a_wrong_setting_that_a_worker_refuses_is_one_line_and_leaves_no_unnamed_log_folder(run_command: Any) -> None:
     command = run_command(*UP, "--set", "engine.threads=1001")
-    assert command.end() == 2
+    assert command.end() == 2, command.text
     assert "error: threads: 1001 are too many here\n" in command.text
     assert "Traceback" not in command.text
     command.assert_nothing_left()
