@@ -38,6 +38,7 @@ CLIENTS: Final = (
     Client("openai", "openai", checks.openai),
     Client("lm-eval", "lm-eval", checks.lm_eval),
     Client("grpcurl", "grpcurl", checks.grpcurl),
+    Client("smg", "smg", checks.smg, "smg"),
     Client("aiperf", "aiperf", load.aiperf),
     Client("vllm bench serve", "vllm", load.vllm),
     Client("guidellm", "guidellm", load.guidellm),

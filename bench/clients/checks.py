@@ -1,14 +1,16 @@
-"""Clients that check answers: the openai package, lm-eval and grpcurl."""
+"""Clients that check answers: the openai package, lm-eval, grpcurl and the gateway smg."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any, Final
 
 import pdserve
 from bench.clients.client import ClientFailed, Found, Server, output_of
+from bench.deaths.cluster import free_port
 from pdserve.client.blocking import Client
 from pdserve.client.params import SamplingParams
 
@@ -136,6 +138,24 @@ def grpcurl(python: Path, server: Server, folder: Path) -> Found:
     if cancelled.get("found"):
         raise ClientFailed("a request that does not exist was cancelled")
     return Found(7, 0, f"reflection, health, ids equal those of pdserve {pdserve.__version__}'s client")
+
+
+def smg(python: Path, server: Server, folder: Path) -> Found:
+    """Put the gateway in front of the router's `VllmEngine`, and compare its answers over HTTP with those of the router."""
+    port, metrics = free_port(), free_port()
+    command = [
+        *(str(python.with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port)),
+        *("--worker-urls", f"grpc://{server.grpc}", "--backend", "vllm", "--prometheus-port", str(metrics)),
+    ]
+    with (folder / "smg.log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
+        try:
+            script = str(SCRIPTS / "smg_checks.py")
+            told = json.loads(output_of([str(python), script, f"http://127.0.0.1:{port}", server.url, server.model], folder))
+        finally:
+            process.kill()
+    if told["wrong"]:
+        raise ClientFailed("; ".join(told["wrong"]))
+    return Found(told["requests"], 0, f"equal the router's own: {', '.join(told['done'])}")
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

@@ -14,6 +14,9 @@ from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.identity import new_request_id
 
 SESSION_ID: Final = MaxBytes(128)
+CLASS_HEADER: Final = "x-slo-class"
+SESSION_HEADER: Final = "x-session-id"
+"""The headers, and the metadata of gRPC, that stand for fields where a client cannot add any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,21 @@ class ModelInfo:
     has_chat_template: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A zip archive, and its SHA-256 in hexadecimal."""
+
+    data: bytes
+    sha256: str
+
+
 class RouterApi(Protocol):
     """The router as clients use it. Implemented by `router.service.service.RouterService`."""
 
     model_name: str
     max_body_bytes: int
     max_inflight_body_bytes: int
+    max_inflight_answer_bytes: int
     max_deadline_s: float
     default_deadline_s: float
     """The deadline of a request that names none."""
@@ -92,6 +101,12 @@ class RouterApi(Protocol):
 
     def model_info(self) -> ModelInfo:
         """Return what clients are told of the model."""
+
+    async def tokenizer_files(self) -> Archive:
+        """Return the files of the model's tokenizer. Raises `Unavailable`, also when there are none."""
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return the state of the cluster at this moment."""
 
     def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
         """Return the fields of a chat, as OpenAI names them, that are served and cannot be enforced."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ WRITE_TIMEOUT_S: Final = 60.0
 _COUNTS: Final = ("prompt_tokens", "output_tokens", "cached_tokens")
 """The fields of a report that stand in `Usage`."""
 
+Message = TypeVar("Message")
 Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 OnReport = Callable[[Report], None]
 
@@ -76,7 +77,7 @@ class RunningRequest:
             messages += [response(self.delivery.generations[i], delta, choice) for delta in outputs[i].deltas]
             messages[-1].usage.output_tokens += left_out
             left_out = 0
-        await _send_all(messages, send)
+        await send_all(messages, send)
 
     async def _beams(self, send: Send) -> None:
         ends_s = ends_at_s(self._router, self._call.input.deadline_s)
@@ -99,7 +100,7 @@ class RunningRequest:
             )
             for choice, output in enumerate(answer.outputs)
         ]
-        await _send_all(messages, send)
+        await send_all(messages, send)
 
     def cancel(self) -> bool:
         """Cancel all choices. False: none is running."""
@@ -199,7 +200,7 @@ async def _answered(router: RouterApi, index: int, call: GenerateCall, writer: W
     return None
 
 
-async def _send_all(messages: list[inference_pb2.GenerateResponse], send: Send) -> None:
+async def send_all(messages: Iterable[Message], send: Callable[[Message], Awaitable[None]]) -> None:
     """Send an answer that is complete. Raises `Cancelled` for a client that does not read it."""
     try:
         for message in messages:

@@ -35,7 +35,8 @@ class LargeMessage:
 
 
 class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Guards one service, whose methods all take one message and are coroutines."""
+    """Guards one service, whose methods are coroutines. A method that takes a stream gets an error or a `LargeMessage` in the
+    place of a message, and bounds its waits itself; all others take one message."""
 
     def __init__(self, service: str, large: frozenset[str] = frozenset()) -> None:
         """Methods in `large` take a `LargeMessage`."""
@@ -53,11 +54,13 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
             return handler
         takes_large = details.method.removeprefix(self._prefix) in self._large
         parse = _lenient(handler.request_deserializer, takes_large=takes_large)
-        if handler.response_streaming:
-            make, method = grpc.stream_stream_rpc_method_handler, handler.unary_stream
+        if handler.request_streaming:
+            make, method = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+        elif handler.response_streaming:
+            make, method = grpc.stream_stream_rpc_method_handler, _checked(handler.unary_stream)
         else:
-            make, method = grpc.stream_unary_rpc_method_handler, handler.unary_unary
-        guarded = make(_checked(method), parse, handler.response_serializer)
+            make, method = grpc.stream_unary_rpc_method_handler, _checked(handler.unary_unary)
+        guarded = make(method, parse, handler.response_serializer)
         self._handlers[details.method] = guarded
         return guarded
 

@@ -70,10 +70,10 @@ async def respond(api: RouterApi, asked: ResponsesCall, reply: Reply) -> None:
         writer = ResponseWriter(asked, api.model_name)
         logprobs = ChatLogprobs(api.token_bytes) if asked.logprobs else None
         sink = _StreamedResponse if asked.call.stream else _WholeResponse
-        await _run(delivery, [sink(generation, writer, logprobs, reply)], reply)
+        await run_delivery(delivery, [sink(generation, writer, logprobs, reply)], reply)
 
 
-async def _run(delivery: Delivery, sinks: Sequence[Sink], reply: Reply) -> None:
+async def run_delivery(delivery: Delivery, sinks: Sequence[Sink], reply: Reply) -> None:
     """Run all generations. If one fails, the reply gets its report, which says how far it came."""
     try:
         await delivery.run(sinks)
@@ -111,7 +111,7 @@ async def _stream(api: RouterApi, call: Call, envelope: Envelope, delivery: Deli
         _StreamedChoice(api, call, envelope, i, one, reply, turn, end if alone else None)
         for i, one in enumerate(delivery.generations)
     ]
-    await _run(delivery, choices, reply)
+    await run_delivery(delivery, choices, reply)
     if not alone:
         await reply.end(end())
 
@@ -238,7 +238,7 @@ async def _whole(api: RouterApi, call: Call, envelope: Envelope, delivery: Deliv
     turn = asyncio.Lock()
     generations = delivery.generations
     outputs = [_GatheredChoice(api, call, i, one, reply, turn) for i, one in enumerate(generations)]
-    await _run(delivery, outputs, reply)
+    await run_delivery(delivery, outputs, reply)
     parts = _body(call, envelope, generations, outputs)
     outputs.clear()  # nothing else keeps the outputs while the client takes the parts
     if len(generations) == 1:  # a header has no room for the reports of hundreds of prompts; they go into the body

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP front end: its routes. It knows no more about requests than `router.api.router_api` says."""
+"""The HTTP front end: its routes. It knows no more about requests than `router.api.router_api` says."""
 
 from __future__ import annotations
 
@@ -24,19 +24,30 @@ from router.http.answer import answer, respond
 from router.http.document import docs, openapi
 from router.http.door import Refusal, shortened
 from router.http.metrics import metrics_route
+from router.http.open_inference import Inference, is_open_inference, open_inference_routes
 from router.http.protocol import ConnectionTable, HttpServer, start_server
-from router.http.reply import BodyRefused, Exchange, Reply, RunningCalls, client_of, exchange_of, header, read_body, refuse_body
+from router.http.reply import (
+    Exchange,
+    Reply,
+    RunningCalls,
+    class_headers,
+    client_of,
+    errors_told,
+    exchange_of,
+    header,
+    json_response,
+    read_body,
+)
 from router.http.tokenization import Tokenization
+from router.kserve.answer import failure
 from router.openai.json import Ignored, encode_json, error_headers, error_payload, joined
 from router.openai.model_limits import model_limits
-from router.openai.request import Call, ClassHeaders
+from router.openai.request import Call
 from router.openai.responses.request import ResponsesCall
 from router.parsing.parser import INLINE_BYTES, BodyBudget, Job, JobKind, RequestParser
 
 DEFAULT_LIMITS: Final = RouterConfig()
 MOST_CONNECTIONS: Final = 1 << 16  # about 30 KiB each
-CLASS_HEADER: Final = "x-slo-class"
-SESSION_HEADER: Final = "x-session-id"
 
 __all__ = ["HttpServer", "build_app", "serve_http"]
 
@@ -70,6 +81,11 @@ def build_app(api: RouterApi, parser: RequestParser, running: RunningCalls, limi
         "/v1/chat/completions": _Generate(api, parser, running, budget, answers, JobKind.CHAT),
         "/v1/responses": _Generate(api, parser, running, budget, answers, JobKind.RESPONSES),
     }
+    inference = {
+        "infer": Inference(api, parser, running, budget, answers, JobKind.HTTP_INFER),
+        "generate": Inference(api, parser, running, budget, answers, JobKind.HTTP_GENERATE),
+        "generate_stream": Inference(api, parser, running, budget, answers, JobKind.HTTP_GENERATE, may_stream=True),
+    }
     tokenization = {
         "/tokenize": Tokenization(api, parser, running, budget, JobKind.HTTP_TOKENIZE),
         "/detokenize": Tokenization(api, parser, running, budget, JobKind.HTTP_DETOKENIZE),
@@ -77,6 +93,7 @@ def build_app(api: RouterApi, parser: RequestParser, running: RunningCalls, limi
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in tokenization.items()),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generate.items()),  # Starlette refuses other methods
+        *open_inference_routes(api, inference),
         Route("/v1/models", info.models),
         Route("/v1/models/{model:path}", info.model),
         Route("/health", info.health),
@@ -139,11 +156,10 @@ class _Generate:
         header_id = header(scope, CORRELATION_ID_METADATA)
         reply.correlate(header_id)
         client = client_of(scope, self._api.clients)
-        try:
+        async with errors_told(scope, receive, reply):
             with self._budget.share() as share:
                 body = await read_body(scope, receive, exchange, self._api.max_body_bytes, share)
-                named = ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
-                job = Job(self._kind, body, self._api.max_prompt_tokens, header_id, named, client=client)
+                job = Job(self._kind, body, self._api.max_prompt_tokens, header_id, class_headers(scope), client=client)
                 reading = self._parser.parse(job)
                 # A large body waits for its turn. If its client leaves, it must not hold up the others.
                 call = await (self._running.run(exchange, reading) if len(body) > INLINE_BYTES else reading)
@@ -158,13 +174,6 @@ class _Generate:
                 reply.ignored(ignored.header)
             run = respond(self._api, call, reply) if isinstance(call, ResponsesCall) else answer(self._api, call, reply)
             await self._running.run(exchange, run)
-        except BodyRefused as exc:
-            await refuse_body(scope, receive, reply, exc.error)
-        except PdserveError as exc:
-            await reply.fail(exc)
-        except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
-            await reply.fail(unexpected())
-            raise
 
     def _unenforced(self, call: Call | ResponsesCall) -> tuple[str, ...]:
         """Return the fields that no grammar can hold the model to, by the names that the client wrote."""
@@ -180,24 +189,24 @@ class _Info:
         self._api = api
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self._api.model_name:
             raise UnknownModel(f"model: {name!r} is not served here; {self._api.model_name!r} is", field="model")
-        return _json(self._model_card())
+        return json_response(self._model_card())
 
     async def health(self, _: Request) -> Response:
         if self._api.ready:
-            return _json({"status": "ready"})
-        return _json({"status": "unavailable", "reason": self._api.not_ready_reason}, 503)
+            return json_response({"status": "ready"})
+        return json_response({"status": "unavailable", "reason": self._api.not_ready_reason}, 503)
 
     async def version(self, _: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def root(self, _: Request) -> Response:
-        return _json({"service": "pdserve", "version": __version__, "model": self._api.model_name})
+        return json_response({"service": "pdserve", "version": __version__, "model": self._api.model_name})
 
     def _model_card(self) -> dict[str, object]:
         told = self._api.model_info()
@@ -206,19 +215,18 @@ class _Info:
         return {"id": self._api.model_name, "object": "model", "created": 0, "owned_by": "pdserve", **sizes, "limits": limits}
 
 
-def _json(payload: object, status: int = 200) -> Response:
-    return Response(encode_json(payload), status, media_type="application/json")
-
-
 async def _no_route(request: Request, exc: HTTPException) -> Response:
     message = f"{request.method} {shortened(request.scope['path'])}: {exc.detail}; GET /docs lists all routes"
     why = Refusal(HTTPStatus(exc.status_code), exc.detail.lower().replace(" ", "_"), message)
-    return Response(why.body, why.status, exc.headers, media_type="application/json")
+    told = {"error": message, "code": why.code, "param": None}
+    body = encode_json(told) if is_open_inference(request.scope["path"]) else why.body
+    return Response(body, why.status, exc.headers, media_type="application/json")
 
 
-async def _failed(_: Request, exc: PdserveError) -> Response:
+async def _failed(request: Request, exc: PdserveError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(exc)}
-    return Response(encode_json(error_payload(exc)), TABLE[exc.code].http, headers, media_type="application/json")
+    payload = failure(exc) if is_open_inference(request.scope["path"]) else error_payload(exc)
+    return Response(encode_json(payload), TABLE[exc.code].http, headers, media_type="application/json")
 
 
 async def _bug(request: Request, _: Exception) -> Response:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve import __version__
-from router.openai.document.document import document
+from router.document.document import document
 from router.openai.json import encode_json
 
 CONTENT_POLICY: Final = (

@@ -7,9 +7,11 @@ object, or an SSE stream that its first event opens. A call ends from outside wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
@@ -17,15 +19,17 @@ from pdserve.core.error_table import TABLE
 from pdserve.core.errors import Cancelled, Overloaded, PdserveError, RequestTimeout, RequestTooLarge, Unavailable
 from pdserve.core.report import Report
 from pdserve.rpc.status import CORRELATION_ID_METADATA, IGNORED_FIELDS_METADATA, REQUEST_ID_METADATA, TIMELINE_METADATA
-from router.api.answer import report_json, timeline
+from router.api.answer import report_json, timeline, unexpected
 from router.api.identity import ClientNames, new_request_id
+from router.api.request import CLASS_HEADER, SESSION_HEADER
 from router.openai.json import encode_json, error_headers, error_payload
-from router.openai.request import kept_id
+from router.openai.request import ClassHeaders, kept_id
 from router.parsing.parser import BodyShare
 
 PIECE_BYTES: Final = 64 << 10
 """A long body is written in such pieces, each after the client has taken most of the one before: a transport asks its writer to
 wait when it holds more than that."""
+JSON: Final = b"application/json"
 _REQUEST_ID: Final = REQUEST_ID_METADATA.encode()
 _CORRELATION_ID: Final = CORRELATION_ID_METADATA.encode()
 _IGNORED: Final = IGNORED_FIELDS_METADATA.encode()
@@ -37,22 +41,25 @@ _SSE_HEADERS: Final[Headers] = [
 ]
 
 FailureEvent = Callable[[PdserveError, Report | None], bytes]
+ErrorForm = Callable[[PdserveError], dict[str, Any]]
 
 
 class Reply:
     """Writes one answer. The task of its request owns it. `fail` may be called at any moment, because it knows whether a stream
     is open."""
 
-    def __init__(self, exchange: Exchange, owed: BodyShare | None = None) -> None:
-        """`owed` is the share of an answer that is gathered before it is sent. None: the answer is small."""
+    def __init__(self, exchange: Exchange, owed: BodyShare | None = None, errors: ErrorForm | None = None) -> None:
+        """`owed` is the share of an answer that is gathered before it is sent. None: the answer is small. `errors` is the form
+        of errors. None: OpenAI's."""
         self._exchange = exchange
+        self._errors = errors or error_payload
         self._owed = owed
         self._gathered_bytes = 0
         self._headers: Headers = []
         """The ids of the request, once it has its own, and what is said of its fields."""
         self._header_id: str | None = None
         self._report: Report | None = None
-        self._failure: FailureEvent = _failure
+        self._failure: FailureEvent | None = None
         self.started = False
         self._ended = False
 
@@ -101,6 +108,11 @@ class Reply:
         """Answer with a body that is JSON already, otherwise like `json`."""
         await self._whole(status, len(body), body, headers, more=more)
 
+    async def tensors(self, body: bytes, json_bytes: int) -> None:
+        """Answer with JSON of so many bytes and the binary tensors that follow it."""
+        length = [(b"inference-header-content-length", str(json_bytes).encode())]
+        await self._whole(200, len(body), body, length, more=False, media_type=b"application/octet-stream")
+
     async def parts(self, status: int, parts: list[bytes]) -> None:
         """Answer with the parts of a body that is JSON already. The list is emptied as the client takes it, so a client that
         reads slowly holds little more than what it has still to take."""
@@ -118,8 +130,10 @@ class Reply:
                 await self._last(piece)
             left = left_after
 
-    async def _whole(self, status: int, length: int, body: bytes, headers: Headers | None = None, *, more: bool) -> None:
-        own = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+    async def _whole(
+        self, status: int, length: int, body: bytes, headers: Headers | None = None, *, more: bool, media_type: bytes = JSON
+    ) -> None:
+        own = [(b"content-type", media_type), (b"content-length", str(length).encode())]
         told = [(_TIMELINE, timeline(self._report))] if self._report else []
         await self._start(status, own + told + (headers or []), body, more=more)
 
@@ -152,10 +166,15 @@ class Reply:
         if self._ended:
             return
         if self.started:
-            await self._last(self._failure(error, self._report))
+            await self._last((self._failure or self._failed)(error, self._report))
         else:
             extra = error_headers(error) + (headers or [])
-            await self.json(TABLE[error.code].http, error_payload(error), extra, more=more)
+            await self.json(TABLE[error.code].http, self._errors(error), extra, more=more)
+
+    def _failed(self, error: PdserveError, report: Report | None) -> bytes:
+        """Return the error as the last event of a stream."""
+        told = {"pdserve": report_json(report)} if report else {}
+        return b"data: " + encode_json(self._errors(error) | told) + b"\n\n"
 
     async def _start(self, status: int, headers: Headers, body: bytes, *, more: bool) -> None:
         self.started = True
@@ -181,12 +200,6 @@ def _pieces(parts: list[bytes]) -> Iterator[bytes]:
                 piece.clear()
     if piece:
         yield bytes(piece)
-
-
-def _failure(error: PdserveError, report: Report | None) -> bytes:
-    """Return the error as the last event of a completion or a chat."""
-    told = {"pdserve": report_json(report)} if report else {}
-    return b"data: " + encode_json(error_payload(error) | told) + b"\n\n"
 
 
 Headers = list[tuple[bytes, bytes]]
@@ -352,6 +365,21 @@ async def read_body(scope: Scope, receive: Receive, exchange: Exchange, max_byte
     return bytes(body)
 
 
+@asynccontextmanager
+async def errors_told(scope: Scope, receive: Receive, reply: Reply) -> AsyncIterator[None]:
+    """Answer with the error that ends the block. An error without a type is raised on, so that the server logs it with its
+    traceback."""
+    try:
+        yield
+    except BodyRefused as exc:
+        await refuse_body(scope, receive, reply, exc.error)
+    except PdserveError as exc:
+        await reply.fail(exc)
+    except Exception:
+        await reply.fail(unexpected())
+        raise
+
+
 async def refuse_body(scope: Scope, receive: Receive, reply: Reply, error: PdserveError) -> None:
     """Answer with an error and close the connection so that the client still sees the answer. What is still read is dropped."""
     await reply.fail(error, more=True, headers=[(b"connection", b"close")])
@@ -408,6 +436,16 @@ def header(scope: Scope, name: str) -> str | None:
         if key == wanted:
             return str(value, "latin-1")
     return None
+
+
+def class_headers(scope: Scope) -> ClassHeaders:
+    """Return the headers that stand for the fields of the class and the session."""
+    return ClassHeaders(header(scope, CLASS_HEADER), header(scope, SESSION_HEADER))
+
+
+def json_response(payload: object, status: int = 200) -> Response:
+    """Return a small answer of a route that needs no `Reply`."""
+    return Response(encode_json(payload), status, media_type=JSON.decode())
 
 
 T = TypeVar("T")

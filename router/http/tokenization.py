@@ -9,12 +9,10 @@ from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
-from pdserve.core.errors import PdserveError
 from pdserve.rpc.status import CORRELATION_ID_METADATA
-from router.api.answer import unexpected
 from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
-from router.http.reply import BodyRefused, Exchange, Reply, RunningCalls, client_of, exchange_of, header, read_body, refuse_body
+from router.http.reply import Exchange, Reply, RunningCalls, client_of, errors_told, exchange_of, header, read_body
 from router.openai.json import encode_json
 from router.parsing.parser import BodyBudget, Job, JobKind, RequestParser
 
@@ -36,15 +34,8 @@ class Tokenization:
         exchange = exchange_of(scope)
         reply = Reply(exchange)
         reply.correlate(header(scope, CORRELATION_ID_METADATA))
-        try:
+        async with errors_told(scope, receive, reply):
             await reply.encoded(200, await self._answer(scope, receive, exchange))
-        except BodyRefused as exc:
-            await refuse_body(scope, receive, reply, exc.error)
-        except PdserveError as exc:
-            await reply.fail(exc)
-        except Exception:  # a bug of ours: the client is told, and the server logs it with its traceback
-            await reply.fail(unexpected())
-            raise
 
     async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> bytes:
         with self._budget.share() as share:

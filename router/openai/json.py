@@ -287,7 +287,7 @@ _VALUE: Final = msgspec.json.Decoder()
 
 class _Unsupported(msgspec.Struct, frozen=True):
     """The default of a field whose effect does not exist. It holds the values that ask for nothing. msgspec writes it into the
-    schemas of bodies, where `router.openai.document` finds it."""
+    schemas of bodies, where `router.document` finds it."""
 
     neutral: tuple[Any, ...]
     hint: bool = False

@@ -119,10 +119,8 @@ def parse_completion(
 ) -> Call:
     """Parse a body of `/v1/completions`. Raises `InvalidRequest` naming the field."""
     fields, ignored = decode_body(body, _COMPLETION)
-    hints = refuse_unsupported(fields)
-    call = _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
-    listed = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    return replace(_with_ignored(call, [ignored, hints, _formats_of(call)]), listed=listed)
+    call = completion_call(fields, header_id, headers, max_prompt_tokens)
+    return _with_ignored(call, [ignored, _formats_of(call)])
 
 
 def parse_chat(body: bytes, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:
@@ -151,6 +149,16 @@ def _ignored_in_tools(fields: ChatBody) -> Iterator[Ignored]:
     for message in fields.messages or ():
         if message.tool_calls is not NULL and bytes(message.tool_calls).startswith(b"["):
             yield ignored_in(bytes(message.tool_calls), MessageCall, "messages[].tool_calls")
+
+
+def completion_call(
+    fields: CompletionBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS, max_prompt_tokens: int = ANY_NUMBER
+) -> Call:
+    """Return the call of a completion. Raises `InvalidRequest` naming the field."""
+    hints = refuse_unsupported(fields)
+    call = _call(fields, header_id, headers, read_prompts(fields.prompt, max_prompt_tokens))
+    listed = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
+    return replace(_with_ignored(call, [hints]), listed=listed)
 
 
 def chat_call(fields: ChatBody, header_id: str | None, headers: ClassHeaders = NO_HEADERS) -> Call:

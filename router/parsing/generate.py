@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, MutableSequence
+from collections.abc import Container, MutableMapping, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from google.protobuf.message import Message
 
 from pdserve.core.errors import ContextOverflow, InvalidRequest
 from pdserve.core.limits import MAX_MESSAGES, MaxCount, limit_of
 from pdserve.core.request_spec import OPTIONS
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.rpc.codec import constraint_from_wire, placement_from_wire
-from pdserve.rpc.v1 import common_pb2, inference_pb2
+from pdserve.rpc.v1 import inference_pb2
 from router.api.request import (
     BEAM_WIDTHS,
     LENGTH_PENALTIES,
@@ -147,10 +149,10 @@ def generate_input(
     Raises `InvalidRequest` naming the field."""
     return GenerateInput(
         prompt=prompt_of(request, max_prompt_tokens),
-        sampling=_sampling(request.sampling),
+        sampling=sampling_of(request.sampling),
         model=request.model or None,
         correlation_id=request.request_id,
-        deadline_s=_deadline_s(request, call_remaining_s, max_deadline_s),
+        deadline_s=earlier(request.deadline_s if request.HasField("deadline_s") else None, call_remaining_s, max_deadline_s),
         placement=_placement(request.placement),
         slo_class=request.slo_class,
         session_id=request.session_id,
@@ -212,9 +214,10 @@ def _tool_choice(choice: inference_pb2.ToolChoice) -> ToolChoice:
     return ToolChoice(_TOOL_MODES[choice.mode], choice.function, parallel=not choice.at_most_one)
 
 
-def _sampling(sampling: common_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the fields that are present, zero or not. Repeated fields are present when they are not empty."""
-    values = {descriptor.name: value for descriptor, value in sampling.ListFields()}
+def sampling_of(message: Message, leave_out: Container[str] = ()) -> dict[str, Any]:
+    """Return the sampling fields of a message that are present: zero or not if the field can be absent, else if it is not zero
+    or empty. Raises `InvalidRequest` for too many entries before they are copied."""
+    values = {descriptor.name: value for descriptor, value in message.ListFields() if descriptor.name not in leave_out}
     for name, value in values.items():
         if isinstance(value, MutableSequence | MutableMapping):
             _check_count(name, len(value), limit_of(SamplingParams, name, MaxCount).count)
@@ -234,12 +237,11 @@ def _placement(wire: int) -> Placement | None:
         raise InvalidRequest(f"{wire} is not a placement", field="placement") from None
 
 
-def _deadline_s(request: inference_pb2.GenerateRequest, call_remaining_s: float | None, max_deadline_s: float) -> float | None:
-    """Return the earlier of both deadlines. The call's own is cut to `max_deadline_s` instead of refused, because clients set
-    it as long as they like."""
-    asked = request.deadline_s if request.HasField("deadline_s") else None
-    if call_remaining_s is None or (asked is not None and math.isnan(asked)):
-        return asked
-    if asked is None:
+def earlier(asked_s: float | None, call_remaining_s: float | None, max_deadline_s: float) -> float | None:
+    """Return the earlier one of the deadline that a request asks for and of that of its call. The latter is cut to
+    `max_deadline_s` instead of refused, because clients set it as long as they like."""
+    if call_remaining_s is None or (asked_s is not None and math.isnan(asked_s)):
+        return asked_s
+    if asked_s is None:
         return min(call_remaining_s, max_deadline_s)
-    return min(asked, call_remaining_s)
+    return min(asked_s, call_remaining_s)

@@ -25,12 +25,15 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InternalBug, InvalidRequest, Overloaded, RequestTooLarge
 from pdserve.killable_child import ChildEnded, KillableChild
-from pdserve.rpc.v1 import inference_pb2
+from pdserve.rpc.v1 import inference_pb2, open_inference_pb2, vllm_engine_pb2
 from router.api.request import DetokenizeInput, TokenizeInput
+from router.kserve.request import InferCall, parse_generate, parse_infer
 from router.openai.request import NO_HEADERS, Call, ClassHeaders, parse_chat, parse_completion
 from router.openai.responses.request import ResponsesCall, parse_responses
 from router.openai.tokenization import parse_detokenize, parse_tokenize
 from router.parsing.generate import GenerateCall, RequestBatch, detokenize_input, generate_batch, generate_call, prompt_of
+from router.parsing.infer import infer_call
+from router.parsing.vllm_engine import VllmCall, vllm_call
 from router.service.loop_time import SerialThread
 
 INLINE_BYTES: Final = 32 << 10
@@ -98,8 +101,12 @@ class JobKind(Enum):
     GENERATE_BATCH = "generate batch"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
+    VLLM_GENERATE = "vllm generate"
     HTTP_TOKENIZE = "http_tokenize"  # vLLM's JSON
     HTTP_DETOKENIZE = "http_detokenize"
+    HTTP_INFER = "http_infer"  # the Open Inference Protocol's JSON, with binary tensors behind it
+    HTTP_GENERATE = "http_generate"  # Triton's JSON
+    MODEL_INFER = "model_infer"  # the Open Inference Protocol's protobuf
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,8 @@ class Job:
     """The X-Request-Id header. Only HTTP requests have it."""
     headers: ClassHeaders = NO_HEADERS
     """The headers of the class and the session. Only HTTP requests have them."""
+    json_bytes: int | None = None
+    """The body's JSON has so many bytes, and binary tensors follow it. None: all of it is JSON."""
     call_remaining_s: float | None = None
     """Seconds that are left of the call's own deadline. Only gRPC requests have it."""
     max_deadline_s: float = 0.0
@@ -127,8 +136,10 @@ Message = TypeVar(
     inference_pb2.GenerateBatchRequest,
     inference_pb2.TokenizeRequest,
     inference_pb2.DetokenizeRequest,
+    open_inference_pb2.ModelInferRequest,
+    vllm_engine_pb2.GenerateRequest,
 )
-Parsed = Call | ResponsesCall | GenerateCall | RequestBatch | TokenizeInput | DetokenizeInput
+Parsed = InferCall | Call | ResponsesCall | GenerateCall | VllmCall | RequestBatch | TokenizeInput | DetokenizeInput
 
 
 def parse(job: Job) -> Parsed:
@@ -154,6 +165,13 @@ def parse(job: Job) -> Parsed:
                 max_deadline_s=job.max_deadline_s,
                 max_prompt_tokens=job.max_prompt_tokens,
             )
+        case JobKind.VLLM_GENERATE:
+            return vllm_call(
+                _message(vllm_engine_pb2.GenerateRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+                max_prompt_tokens=job.max_prompt_tokens,
+            )
         case JobKind.TOKENIZE:
             request = _message(inference_pb2.TokenizeRequest(), job.data)
             return TokenizeInput(request.model or None, prompt_of(request, job.max_prompt_tokens))
@@ -163,6 +181,16 @@ def parse(job: Job) -> Parsed:
             return parse_tokenize(job.data)
         case JobKind.HTTP_DETOKENIZE:
             return parse_detokenize(job.data, job.max_prompt_tokens + 1)
+        case JobKind.HTTP_INFER:
+            return parse_infer(job.data, job.json_bytes, job.header_id, job.headers)
+        case JobKind.HTTP_GENERATE:
+            return parse_generate(job.data, job.header_id, job.headers)
+        case JobKind.MODEL_INFER:
+            return infer_call(
+                _message(open_inference_pb2.ModelInferRequest(), job.data),
+                call_remaining_s=job.call_remaining_s,
+                max_deadline_s=job.max_deadline_s,
+            )
 
 
 def _message(message: Message, data: bytes) -> Message:

@@ -29,7 +29,7 @@ from router.api.answer import Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens, ClientNames
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
-from router.api.router_api import ModelInfo
+from router.api.router_api import Archive, ModelInfo
 from router.core import events as ev
 from router.core.registry import Worker
 from router.core.router_core import RouterCore
@@ -44,6 +44,7 @@ from router.service.model import LengthLimit, ServedModel
 from router.service.policies import rankings_of
 from router.service.prompts import PromptEncoder
 from router.service.snapshots import cluster_snapshot, worker_snapshot
+from router.service.tokenizer_files import TokenizerFiles
 from router.workers.link import Links, LinkService
 from router.workers.wire import Heard, WorkExplained, command_to_wire, welcome
 
@@ -93,7 +94,6 @@ class RouterService:
         apart = config.placement == Placement.DISAGGREGATED.value
         self._needed_roles = (Role.DECODE, Role.PREFILL) if apart else (Role.DECODE,)
         self._stalled_client_s = config.stalled_client_s
-        self._max_owed_bytes = config.max_inflight_answer_bytes
         self._clock = clock
         self._started_s = clock()
         self._notes = notes
@@ -106,6 +106,8 @@ class RouterService:
         self._explainer = Explainer(self._core, self.links, clock)
         self._limit = LengthLimit(model, self._core.registry)
         self.max_inflight_body_bytes = config.max_inflight_body_bytes
+        self.max_inflight_answer_bytes = config.max_inflight_answer_bytes
+        self._tokenizer_files = TokenizerFiles(model.directory, config.chat_template)
         self._encoder = PromptEncoder(model, self._limit)
         self._loop_budget = LoopBudget()
         self._chats = Chats(model.tokenizer, config)
@@ -168,6 +170,7 @@ class RouterService:
             await asyncio.gather(ticker, return_exceptions=True)
         self._pages.close()
         self._encoder.close()
+        self._tokenizer_files.close()
         await self._grammars.close()
 
     # The interface of front ends ----------------------------------------------------------------------------------------------
@@ -305,6 +308,10 @@ class RouterService:
             has_chat_template=model.tokenizer.has_chat_template,
         )
 
+    async def tokenizer_files(self) -> Archive:
+        """Implements `RouterApi.tokenizer_files`."""
+        return await self._tokenizer_files.archive()
+
     def ignored_fields(self, endpoint: str, count: int) -> None:
         """Implements `RouterApi.ignored_fields`."""
         self._metrics.ignored_fields(endpoint, count)
@@ -327,7 +334,7 @@ class RouterService:
         return self._metrics.render()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Implements `AdminApi.snapshot`. Metrics show it as well."""
+        """Implements `RouterApi.snapshot` and `AdminApi.snapshot`. Metrics show it as well."""
         now_s = self._clock()
         classes = self._attainment.classes(now_s), WINDOW_S
         self._note_bound()
@@ -481,7 +488,7 @@ class RouterService:
         await _wait_set(self._busy, timeout_s)
 
     def _drop_slow_clients(self) -> None:
-        slow = slow_clients(self._open, self._clock(), self._stalled_client_s, self._max_owed_bytes)
+        slow = slow_clients(self._open, self._clock(), self._stalled_client_s, self.max_inflight_answer_bytes)
         for generation, why in slow.items():
             logger.warning("request %s: %s", generation.request_id, why)
             generation.drop_client(Cancelled(why))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import Cancelled, CannotFlip, InternalBug, UnknownRequest, UnknownWorker
+from pdserve.core.errors import Cancelled, CannotFlip, InternalBug, Unavailable, UnknownRequest, UnknownWorker
 from pdserve.core.ids import Incarnation, RequestId, WorkerId
 from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason, Placement
@@ -17,7 +17,7 @@ from router.api.answer import Delta, Generation
 from router.api.explanation import Explanation
 from router.api.identity import KEY_BYTES, CancelTokens, ClientNames
 from router.api.request import DetokenizeInput, GenerateInput, TokenizeInput
-from router.api.router_api import AdminApi, ModelInfo, RouterApi
+from router.api.router_api import AdminApi, Archive, ModelInfo, RouterApi
 
 WORKER = WorkerSnapshot(
     WorkerHello(
@@ -78,6 +78,7 @@ class EchoRouter:
     model_name = "echo"
     max_body_bytes = 1 << 20
     max_inflight_body_bytes = 1 << 22
+    max_inflight_answer_bytes = 1 << 22
     max_deadline_s = 60.0
     default_deadline_s = 60.0
     max_prompt_tokens = 100
@@ -137,6 +138,10 @@ class EchoRouter:
     def model_info(self) -> ModelInfo:
         """Describe the echo."""
         return ModelInfo("echo", "EchoForNobody", 1 << 20, 101, 16, "float32", "float32", 4, (0,), False)
+
+    async def tokenizer_files(self) -> Archive:
+        """Have no files."""
+        raise Unavailable("an echo has no tokenizer")
 
     def unenforced(self, request: GenerateInput) -> tuple[str, ...]:
         """All fields are enforced."""

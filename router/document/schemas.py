@@ -11,8 +11,9 @@ from pdserve.core.limits import MAX_MESSAGES, IntRange, Limit, MaxBytes, MaxCoun
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from router.api.request import MAX_CHOICES, SESSION_ID
+from router.document.descriptions import FIELDS
+from router.kserve.request import MAX_TIMEOUT_US, GenerateBody, InferBody
 from router.openai.body import ChatBody, CompletionBody, ToolFields
-from router.openai.document.descriptions import FIELDS
 from router.openai.json import HINT, INSTEAD, UNSUPPORTED
 from router.openai.prompt import MAX_PARTS, MAX_PROMPTS, MAX_TOOLS
 from router.openai.responses.body import (
@@ -27,7 +28,7 @@ from router.openai.responses.body import (
 )
 from router.openai.tokenization import DetokenizeBody, TokenizeBody
 
-BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES: Final = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody, InferBody, GenerateBody)
 ITEMS: Final = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
 PLACE: Final = "#/components/schemas/{name}"
 _HINT: Final = "A hint that changes nothing here. Any value is taken, and listed in the header x-pdserve-ignored-fields."
@@ -39,6 +40,7 @@ _LIMITS: Final[dict[str, tuple[Limit, ...]]] = {
     "n": (MAX_CHOICES,),
     "best_of": (MAX_CHOICES,),
     "session_id": (SESSION_ID,),
+    "timeout": (IntRange(1, MAX_TIMEOUT_US),),
 }
 _SAME: Final = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Fields with the limits of another one, whose value they set."""
@@ -101,10 +103,17 @@ def _limit(name: str, limit: Limit, kind: dict[str, Any]) -> dict[str, Any]:
 def _details(schemas: dict[str, dict[str, Any]]) -> None:
     """Add what only the code behind the structs knows."""
     chat, completion, responses = (schemas[kind.__name__] for kind in (ChatBody, CompletionBody, ResponsesBody))
-    for body, name in ((chat, "messages"), (completion, "prompt"), (responses, "input")):
+    generate, infer = schemas[GenerateBody.__name__], schemas[InferBody.__name__]
+    for body, name in (
+        (chat, "messages"),
+        (completion, "prompt"),
+        (responses, "input"),
+        (generate, "text_input"),
+        (infer, "inputs"),
+    ):
         body["required"] = [name]
         body["properties"][name]["anyOf"].remove({"type": "null"})
-    for body in (chat, completion, responses):
+    for body in (chat, completion, responses, generate):
         body["properties"]["placement"] |= {"anyOf": [{"enum": [one.value for one in Placement]}, {"type": "null"}]}
     for schema in schemas.values():  # a field that no struct names is left out, and listed in a header of the answer
         schema.pop("additionalProperties", None)

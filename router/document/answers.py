@@ -76,6 +76,9 @@ _CARD: Final = {
     "id": _TEXT, "object": _const("model"), "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT, "vocab_size": _COUNT,
     "limits": _object(_LIMITS),
 }  # fmt: skip
+_PARAM: Final = {"type": ["string", "null"], "description": "The field that is wrong, as the client wrote it."}
+_TENSOR: Final = {"name": _TEXT, "datatype": _const("BYTES", "BOOL", "UINT32"), "shape": _list(_COUNT)}
+_MODEL_VERSION: Final = {"model_name": _TEXT, "model_version": _TEXT}
 
 ANSWERS: Final[dict[str, dict[str, Any]]] = {
     "Completion": _object(
@@ -115,9 +118,27 @@ ANSWERS: Final[dict[str, dict[str, Any]]] = {
     "Error": _object({
         "error": _object({
             "message": _TEXT, "type": _TEXT, "code": _TEXT,
-            "param": {"type": ["string", "null"], "description": "The field that is wrong, as the client wrote it."},
+            "param": _PARAM,
         }),
     }),
+    "InferServer": _object({"name": _TEXT, "version": _TEXT, "extensions": _list(_TEXT)}),
+    "InferLive": _object({"live": _const(True)}),
+    "InferReady": _object({"ready": {"type": "boolean"}}, name=_TEXT, reason=_TEXT),
+    "InferModel": _object({
+        "name": _TEXT, "versions": _list(_TEXT), "platform": _TEXT, "inputs": _list(_object(_TENSOR)),
+        "outputs": _list(_object(_TENSOR)),
+    }),
+    "InferAnswer": _object(
+        {
+            **_MODEL_VERSION,
+            "outputs": _list(_object(_TENSOR, data=_list({"type": ["string", "integer"]}), parameters={"type": "object"})),
+        },
+        id=_TEXT,
+    ),
+    "GenerateAnswer": _object(
+        _MODEL_VERSION, text_output=_TEXT, finish_reason=_TEXT, num_input_tokens=_COUNT, num_output_tokens=_COUNT
+    ),
+    "InferError": _object({"error": _TEXT, "code": _TEXT, "param": _PARAM}),
 }  # fmt: skip
 """The schemas of answers by name."""
 
