@@ -59,11 +59,23 @@ def _segments() -> list[str]:
 
 
 def _abandoned(names: frozenset[str]) -> list[str]:
-    """Return the segments that no living process maps. Other programs of this machine make segments too, and map them."""
+    """Return the segments that no living process maps. Other programs of this machine make segments too, and map them.
+
+    A segment is found by its inode: a semaphore is mapped while it still has another name, and is renamed afterwards.
+    """
     if not names:
         return []
     used = "".join(map(_maps, psutil.pids()))
-    return sorted(name for name in names if f"{SHARED_MEMORY / name}\n" not in used and (SHARED_MEMORY / name).exists())
+    return sorted(name for name in names if (inode := _inode(SHARED_MEMORY / name)) and f" {inode} " not in used)
+
+
+def _inode(path: Path) -> str:
+    """Return device and inode of a file as memory maps write them; empty when the file is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino}"
 
 
 def _maps(pid: int) -> str:

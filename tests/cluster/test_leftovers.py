@@ -55,6 +55,19 @@ def test_a_segment_in_use_by_others_is_not_ours() -> None:
         segment.unlink()
 
 
+def test_a_semaphore_of_others_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was mapped under a name that it no longer has. The process that holds it is found, being a child of this one."""
+    monkeypatch.setattr(leftovers, "END_TIMEOUT_S", 0.1)
+    script = "import multiprocessing as m; lock = m.get_context('spawn').Lock(); print(lock._semlock.name, flush=True); input()"
+    before = Before.now()
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        name = child.stdout.readline().strip().removeprefix("/")
+        assert (leftovers.SHARED_MEMORY / f"sem.{name}").exists()
+        left = before.compare([], [], [])
+    assert {line.split()[0] for line in left.found} == {"process"}
+
+
 def test_a_number_used_again_is_another_process() -> None:
     child = subprocess.Popen(SLEEP)
     try:
