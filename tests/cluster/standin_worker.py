@@ -16,8 +16,10 @@ from pdserve.worker.start_report import MemoryReport
 
 LOAD_TIMEOUT_S = 60.0
 
-REFUSED_THREADS, BREAKING_THREADS = 1001, 1002
-"""A setting that only a worker can judge: the stand-in refuses the first number, and breaks with the second one."""
+REFUSED_THREADS, BREAKING_THREADS, LONG_REFUSED_THREADS = 1001, 1002, 1003
+"""A setting that only a worker can judge: the stand-in refuses the first number, breaks with the second one, and refuses the
+third one in so many words that they are still being told when its process could end."""
+LONG_CHARS = 64 << 20
 
 
 class Worker:
@@ -74,6 +76,8 @@ def start_decode(config: WorkerConfig, progress: Progress) -> Worker:
 def _start(config: WorkerConfig, role: str, progress: Progress) -> Worker:
     if config.engine.threads == REFUSED_THREADS:
         raise ConfigError(f"threads: {REFUSED_THREADS} are too many here")
+    if config.engine.threads == LONG_REFUSED_THREADS:
+        raise ConfigError("too many " * (LONG_CHARS // 9))
     if config.engine.threads == BREAKING_THREADS:
         raise OSError("broken")
     if Path(os.environ.get("STANDIN_BROKEN", "/nowhere")).exists():

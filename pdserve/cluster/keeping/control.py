@@ -44,8 +44,16 @@ class ControlServer:
         self.address = f"{self.name}:{self._key}"
         self._calls = calls
         self._free = threading.BoundedSemaphore(MOST_CALLS)
+        self._open = 0
+        self._answered = threading.Condition()
         self._listener = Listener(f"\0{self.name}", family="AF_UNIX", backlog=MOST_CALLS)
         threading.Thread(target=self._accept, name="control", daemon=True).start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until every call that is open has its answer, for at most `timeout_s`. A process that ends before its answer is
+        sent looks like one that died."""
+        with self._answered:
+            self._answered.wait_for(lambda: not self._open, timeout_s)
 
     def _accept(self) -> None:
         while True:
@@ -67,6 +75,8 @@ class ControlServer:
             raise
 
     def _serve(self, connection: Connection) -> None:
+        with self._answered:
+            self._open += 1
         try:
             with connection, contextlib.suppress(OSError, EOFError):  # the keeper is gone, and wants no answer any more
                 if not self._knows_key(connection):
@@ -78,6 +88,9 @@ class ControlServer:
                     answer = (type(exc).__name__, getattr(exc, "message", None) or str(exc))
                 connection.send(answer)
         finally:
+            with self._answered:
+                self._open -= 1
+                self._answered.notify_all()
             self._free.release()
 
     def _knows_key(self, connection: Connection) -> bool:

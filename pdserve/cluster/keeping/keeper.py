@@ -20,6 +20,7 @@ from pdserve.cluster.keeping.control import call
 from pdserve.cluster.keeping.order import StartOrder, WorkerReport, check_settings, read_facts, running_workers
 from pdserve.cluster.keeping.process import write_order
 from pdserve.cluster.record import TIED, ClusterRecord, ProcessId, mark_of
+from pdserve.core.errors import ConfigError
 from pdserve.killable_child import environment
 from pdserve.worker.start_report import LoadState
 
@@ -49,6 +50,7 @@ class Keeper:
         self._child: subprocess.Popen[bytes] | None = None
         self._ended = False  # an end was asked for, so nothing is started any more
         self._adopted = False
+        self._failure: ConfigError | StartFailed | None = None  # what kept the worker from starting
         self._process: ProcessId | None = None
         self._control = ""
         name = order.plan.lasting
@@ -64,15 +66,22 @@ class Keeper:
     def load(self) -> WorkerReport:
         """Start the process unless it runs, wait until its worker has started, and describe it. May be called again.
 
-        Raises `WorkerDied` when the process ends first, and otherwise what kept the worker from starting.
+        Raises `WorkerDied` when the process ends first, and otherwise what kept the worker from starting, also when its process
+        has ended since.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._process is None:
             self._start()
         elif self._adopted and self._order.given:
             with contextlib.suppress(StartFailed):  # a process of an earlier version does not know the call
                 self._call("kept", self._order.given, timeout_s=ANSWER_TIMEOUT_S)
         while True:
-            report = self._call("load", POLL_S, timeout_s=POLL_S + ANSWER_TIMEOUT_S)
+            try:
+                report = self._call("load", POLL_S, timeout_s=POLL_S + ANSWER_TIMEOUT_S)
+            except (ConfigError, StartFailed) as exc:
+                self._failure = exc
+                raise
             if isinstance(report, WorkerReport):
                 return dataclasses.replace(report, adopted=self._adopted)
 

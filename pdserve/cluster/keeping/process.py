@@ -43,6 +43,8 @@ LOOK_S: Final = 1.0
 """The time between two looks at the role, which the record tells to the next keeper."""
 TOLD_TIMEOUT_S: Final = 10.0
 """A worker that has ended waits so long for its keeper to ask. No keeper is there when it drains while no `pdserve up` runs."""
+ANSWER_TIMEOUT_S: Final = 10.0
+"""The answer to the keeper takes a moment, or seconds on a machine with too much to do."""
 STOP_TIMEOUT_S: Final = 3.0
 
 
@@ -57,7 +59,7 @@ class WorkerProcess:
         self._progress = LoadProgress()
         self._loaded: Future[WorkerReport] = Future()
         self._ended: Future[bool] = Future()
-        self._told = threading.Event()  # a keeper knows how it ended
+        self._told = threading.Event()  # a keeper has asked how it ended, and is being told
         self._worker: RunningWorker | None = None
         self._guard: Guard | None = None
         self._record = ClusterRecord.open(self._plan.lasting) if self._plan.lasting else None
@@ -123,7 +125,7 @@ class WorkerProcess:
             log.exception("%s cannot start", worker_id)
             self._forget()
             self._loaded.set_exception(exc)
-            self._told.wait(TOLD_TIMEOUT_S)
+            self._wait_told()
             return 1
         threading.Thread(target=self._follow_guard, name="end", daemon=True).start()
         role = self._plan.role
@@ -134,8 +136,13 @@ class WorkerProcess:
                 role = self.role()
                 self._write_facts(role)
         self._forget()
-        self._told.wait(TOLD_TIMEOUT_S)
+        self._wait_told()
         return 0
+
+    def _wait_told(self) -> None:
+        """Wait until a keeper has asked how the worker ended, and has the answer."""
+        self._told.wait(TOLD_TIMEOUT_S)
+        self.control.finish(ANSWER_TIMEOUT_S)
 
     def _load(self) -> WorkerReport:
         plan, began = self._plan, time.time()

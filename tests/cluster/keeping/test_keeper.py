@@ -26,6 +26,7 @@ from pdserve.config import ClusterConfig
 from pdserve.core.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+LONG_REFUSED_THREADS, LONG_CHARS = 1003, 64 << 20  # of the stand-in
 HERE = Path(__file__).resolve().parent
 NAME = f"keeper-{os.getpid()}"
 BOUND_S = 60.0
@@ -103,6 +104,19 @@ def test_a_worker_that_dies_is_told_and_one_that_was_told_to_end_is_not_started(
     with pytest.raises(WorkerDied, match="told to end before it was started"):
         late.load()
     assert marked(NAME) == []
+
+
+def test_a_refused_setting_is_told_before_the_process_ends_and_again_later(folder: Path) -> None:
+    """The process ended as soon as its refusal was asked for, at times before it was sent: the keeper then said that the
+    worker had died. It said so too when it was asked again, as after a lost connection."""
+    refused = planned(folder)
+    engine = dataclasses.replace(refused.config.engine, threads=LONG_REFUSED_THREADS)
+    made = keeper(dataclasses.replace(refused, config=dataclasses.replace(refused.config, engine=engine)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="too many") as caught:
+            made.load()
+        assert len(caught.value.message) > LONG_CHARS - 9
+        wait_for(lambda: marked(NAME) == [])
 
 
 def test_a_worker_that_does_not_take_calls_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
