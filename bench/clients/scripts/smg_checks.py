@@ -14,6 +14,8 @@ from typing import Any
 import openai
 
 START_S = 60.0
+ANSWER_S = 30.0
+"""A gateway that answers nothing for so long will not. The client's own limit is ten minutes."""
 SCHEMA = {
     "type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}},
     "required": ["city"], "additionalProperties": False,
@@ -110,7 +112,9 @@ def wait_served(client: openai.OpenAI, model: str) -> None:
 
 def main() -> None:
     """Run all checks and print them as JSON."""
-    smg, router = [openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in sys.argv[1:3]]
+    smg, router = [
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S) for url in sys.argv[1:3]
+    ]
     model = sys.argv[3]
     wait_served(smg, model)
     table: list[tuple[str, Callable[[openai.OpenAI, str, dict[str, Any]], Any], dict[str, Any]]] = [
