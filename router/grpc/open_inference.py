@@ -30,6 +30,7 @@ from router.openai.json import refuse
 from router.openai.request import as_written
 from router.parsing.infer import infer_call
 from router.parsing.parser import Job, JobKind
+from router.parsing.unparsed import leading_text
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ MAX_STREAM_REQUESTS: Final = 256
 """The most requests of one stream that run at a time, as many as a batch may have. Then none is read before one has ended."""
 IDLE_S: Final = IDLE_MS / 1000  # a stream on which nothing runs ends after this, like a connection without a call
 FINAL: Final = "triton_final_response"
+ID_FIELD: Final = pb.ModelInferRequest.ID_FIELD_NUMBER
 
 Received = pb.ModelInferRequest | LargeMessage | PdserveError
 Send = Callable[[pb.ModelInferResponse], Awaitable[None]]
@@ -149,7 +151,10 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
     async def _answered(self, message: Received, context: Any, writer: Writer) -> None:
         """Write all answers of one request of a stream, or its error. Raises `Cancelled` for a client that stopped reading, and
         ends the stream with that."""
-        name = "" if isinstance(message, LargeMessage | PdserveError) else message.id
+        if isinstance(message, PdserveError):
+            name = ""  # nothing of it could be read
+        else:
+            name = leading_text(message.data, ID_FIELD) if isinstance(message, LargeMessage) else message.id
         delivery = Delivery(self._router, ends_stalled_writes=True)
 
         async def send(answer: pb.ModelInferResponse) -> None:

@@ -4,7 +4,8 @@ A request comes as tensors, in JSON, in binary or in protobuf, or as one flat ob
 becomes the same flat object, whose names are those of input tensors and of parameters. So there is one way to read it, and an
 error has the same words on all wires. Parameters are the fields of a completion with the same names and limits.
 
-Nothing is left out in silence: a name that the signature does not have is refused, and so is one that is given twice.
+A name that the signature does not have is refused, and so is one that is given in two places. Of two equal names in one JSON
+object the last counts, as everywhere in JSON.
 """
 
 from __future__ import annotations

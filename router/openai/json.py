@@ -36,6 +36,7 @@ MAX_SHOWN_CHARS: Final = 60  # a message shows so much of a refused value
 _CONSTANTS: Final = {None: "null", True: "true", False: "false"}
 _MISMATCH: Final = re.compile("Expected `(.+)`, got `(.+)`")
 _MISSING: Final = re.compile("Object missing required field `(.+)`")
+_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at `\$(?P<place>.*)`)?", re.DOTALL)
 _KINDS: Final = {
     "int": "an integer",
     "float": "a number",
@@ -91,6 +92,9 @@ def convert(value: Any, shape: type[Shape], field: str) -> Shape:
 
 def _refusal(error: msgspec.ValidationError, field: str) -> InvalidRequest:
     """Return an error in our words. msgspec's own words are, for example: "Expected `int | null`, got `str` - at `$.seed`"."""
+    if unknown := _UNKNOWN_FIELD.fullmatch(str(error)):
+        field += f"{unknown['place'] or ''}.{show(unknown['name'])[1:-1]}"
+        return refuse(field.removeprefix("."), "is an unknown field of this object")
     message, _, place = str(error).partition(" - at `$")
     field += place.removesuffix("`")
     if missing := _MISSING.fullmatch(message):

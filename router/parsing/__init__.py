@@ -1,3 +1,3 @@
 """Reading of large requests in a child process, so that a hostile one holds up nobody."""
 
-__all__ = ["generate", "infer", "parser", "vllm_engine"]
+__all__ = ["generate", "infer", "parser", "unparsed", "vllm_engine"]

@@ -17,6 +17,7 @@ from router.api.answer import Delta
 from router.kserve.answer import Output, generate_json, infer_body, raw_element
 from router.kserve.request import InferCall, parse_generate, parse_infer
 from router.parsing.infer import infer_call
+from router.parsing.unparsed import leading_text
 
 TEXT = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 STREAM = {"name": "stream", "datatype": "BOOL", "shape": [1]}
@@ -66,7 +67,7 @@ BAD: list[tuple[dict[str, Any], bytes, str]] = [
     ({"inputs": []}, b"", "inputs"),
     ({"inputs": [TEXT] * 8}, b"", "inputs"),
     ({"inputs": [{**TEXT, "nothing": 1}]}, b"", "inputs"),
-    ({"inputs": [TEXT], "nothing": 1}, b"", "body"),
+    ({"inputs": [TEXT], "nothing": 1}, b"", "nothing"),
     ({"inputs": [TEXT], "id": 3}, b"", "id"),
     ({"inputs": [TEXT], "outputs": [{"name": "text_output"}] * 2}, b"", "outputs"),
     ({"inputs": [TEXT], "outputs": [{"name": "text_output", "parameters": {"binary_data": 1}}]}, b"", "text_output.parameters"),
@@ -100,6 +101,25 @@ def test_bad_tensors_are_refused_by_name() -> None:
         assert caught.value.field.startswith(field), (body, caught.value.message)
     with pytest.raises(InvalidRequest, match="inference-header-content-length: is 4096"):
         read({"inputs": [TEXT]}, json_bytes=4096)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"inputs": [TEXT], "images": 1}, "images"),
+        ({"inputs": [{**TEXT, "dtype": "BYTES"}]}, "inputs[0].dtype"),
+        ({"inputs": [TEXT], "outputs": [{"name": "text_output", "class": 1}]}, "outputs[0].class"),
+        ({"inputs": [TEXT], "a - at `$.b": 1}, "a - at `$.b"),
+        ({"inputs": [TEXT], "\n" * 300: 1}, "\\n"),
+    ],
+)
+def test_a_field_that_is_unknown_is_the_one_that_is_named(body: dict[str, Any], field: str) -> None:
+    """The error named the object that has the field."""
+    with pytest.raises(InvalidRequest, match="is an unknown field of this object") as caught:
+        read(body)
+    assert caught.value.field.startswith(field)
+    assert len(caught.value.message) < 200
+    assert caught.value.message.isascii()
 
 
 def message_of(**fields: Any) -> pb.ModelInferRequest:
@@ -173,3 +193,13 @@ def test_an_output_is_taken_in_pieces_or_whole() -> None:
     last = output.values()
     assert last == {"text_output": "b", "finish_reason": "stop", "num_output_tokens": 1}
     assert json.loads(generate_json("m", last)) == {"model_name": "m", "model_version": "1", **last}
+
+
+@given(name=st.text(max_size=8), version=st.text(max_size=8), own_id=st.text("ab", max_size=128), rest=st.binary(max_size=8))
+def test_the_id_of_a_large_message_is_found_in_front(name: str, version: str, own_id: str, rest: bytes) -> None:
+    """Encoders write fields in the order of their numbers. Other bytes give some text or none, and no error."""
+    message = message_of(model_name=name, model_version=version, id=own_id)
+    data = message.SerializeToString()
+    assert leading_text(data, pb.ModelInferRequest.ID_FIELD_NUMBER) == own_id
+    for cut in range(len(data)):
+        assert len(leading_text(data[:cut] + rest, pb.ModelInferRequest.ID_FIELD_NUMBER)) <= 128

@@ -44,6 +44,23 @@ def test_bytes_that_are_no_message_cost_one_request() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("prompt", [b"hello", b"hello" * 10_000], ids=["small", "large"])
+def test_a_refused_request_is_told_by_its_id(prompt: bytes) -> None:
+    """A large one is read elsewhere, and its error came without the id."""
+
+    async def story() -> None:
+        async with asyncio.timeout(60), local_cluster() as cluster:
+            bad = infer_request(cluster.service.model_name, "mine")
+            bad.inputs[0].contents.bytes_contents[0] = prompt
+            bad.parameters["nothing"].int64_param = 1
+            (answer,) = map(pb.ModelStreamInferResponse.FromString, await sent(cluster, bad.SerializeToString()))
+            assert answer.error_message.startswith("nothing: ")
+            assert answer.infer_response.id == "mine"
+            await cluster.assert_idle()
+
+    asyncio.run(story())
+
+
 async def sent(cluster: Any, *messages: bytes) -> list[bytes]:
     """The answers to a stream of these messages."""
     call = cluster.channel.stream_stream(METHOD)(iterated(messages))
