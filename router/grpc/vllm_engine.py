@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -29,8 +29,10 @@ from router.grpc.calls import ClientCalls, metadata_of, trailing
 from router.grpc.malformed import LargeMessage
 from router.openai.request import as_written
 from router.parsing.parser import BodyBudget, BodyShare, JobKind
+from router.parsing.unparsed import leading_text
 from router.parsing.vllm_engine import VllmCall, vllm_call
 
+ID_FIELD: Final = vllm_engine_pb2.GenerateRequest.REQUEST_ID_FIELD_NUMBER
 SERVER_TYPE: Final = "vllm-grpc"
 CONSTRAINT_START: Final = "first_token"
 """The place from which a constraint holds, as vLLM names it: a model with one does not reason first."""
@@ -70,14 +72,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         running = None
         try:
             client = self._calls.client(context)
-            read = await self._calls.asked(request, vllm_call, JobKind.VLLM_GENERATE, client, context.time_remaining())
-            asked = _of_class(read, context).of_client(client)
             with self._answers.share() as share:
-                running = _RunningCall(self._router, asked, share)
-                key = client[0], asked.call.input.correlation_id
-                self._running[key].add(running)
-                try:
-                    await running.start()
+                running = _RunningCall(self._router, share)
+                with self._known(client[0], request, running):
+                    read = await self._calls.asked(request, vllm_call, JobKind.VLLM_GENERATE, client, context.time_remaining())
+                    asked = _of_class(read, context).of_client(client)
+                    await running.start(asked)
                     own_id = RequestId(running.request_id)
                     await context.send_initial_metadata(self._calls.initial_metadata(own_id, asked.call.input, asked.ignored))
                     if asked.call.choices.plain:
@@ -85,16 +85,29 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                     else:
                         with closing(Writer(context)) as writer:
                             await running.run(writer.write)
-                finally:
-                    self._running[key].discard(running)
-                    if not self._running[key]:
-                        del self._running[key]
         except PdserveError as exc:
             report = None if running is None else running.delivery.failure_report
             await status.abort(context, exc, *trailing(report))
         finally:
             if running is not None:
                 running.close()
+
+    @contextmanager
+    def _known(
+        self, client: str, request: vllm_engine_pb2.GenerateRequest | LargeMessage, running: _RunningCall
+    ) -> Iterator[None]:
+        """Let `Abort` find a call by its id, also while its message waits to be read. An empty id names none."""
+        request_id = leading_text(request.data, ID_FIELD) if isinstance(request, LargeMessage) else request.request_id
+        key = client, request_id
+        if request_id:
+            self._running[key].add(running)
+        try:
+            yield
+        finally:
+            if request_id:
+                self._running[key].discard(running)
+                if not self._running[key]:
+                    del self._running[key]
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Any) -> vllm_engine_pb2.AbortResponse:
         client, *_ = self._calls.client(context)
@@ -207,21 +220,22 @@ def _load_of(cluster: ClusterSnapshot) -> vllm_engine_pb2.SchedulerLoad:
 class _RunningCall:
     """One call of Generate. `start` it once, `run` it once, and `close` it in any case."""
 
-    def __init__(self, router: RouterApi, asked: VllmCall, share: BodyShare) -> None:
+    def __init__(self, router: RouterApi, share: BodyShare) -> None:
         """`share` is for the memory of what is gathered."""
-        self.request_id = first_id(asked.call.input)
-        """The router's own id of the first choice."""
+        self.request_id = ""
+        """The router's own id of the first choice, once it is started."""
         self.delivery = Delivery(router, ends_stalled_writes=True)
         self._router = router
-        self._asked = asked
         self._share = share
+        self._stream = False
         self._aborted = False
         self._gathered_bytes = 0
 
-    async def start(self) -> None:
+    async def start(self, asked: VllmCall) -> None:
         """Hand the request to the router. Raises a `PdserveError`."""
-        call = self._asked.call
-        with as_written(self._asked.names):
+        call = asked.call
+        self.request_id, self._stream = first_id(call.input), asked.stream
+        with as_written(asked.names):
             await self.delivery.submit(call.input, choice_ids(self.request_id, call.choices.n))
         if self._aborted:
             self.abort()  # those that were submitted since
@@ -229,8 +243,7 @@ class _RunningCall:
     async def run(self, send: Send, on_report: OnReport = lambda report: None) -> None:
         """Send all messages. `on_report` gets the report of each choice before its last message. Raises a `PdserveError`."""
         outputs = [
-            _Output(one, i, self._grow, send, on_report, stream=self._asked.stream)
-            for i, one in enumerate(self.delivery.generations)
+            _Output(one, i, self._grow, send, on_report, stream=self._stream) for i, one in enumerate(self.delivery.generations)
         ]
         try:
             await self.delivery.run(outputs)

@@ -184,6 +184,18 @@ def test_abort_ends_all_calls_of_an_id_and_frees_what_they_held(cluster, stub):
     assert [worker.requests_placed for worker in state.workers] == [0, 0]
 
 
+def test_abort_of_an_empty_id_ends_no_call_that_has_none(cluster, stub):
+    """An empty id names nothing. It ended every call of the client that had no id."""
+    long: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": LONG_OUTPUT}
+    nameless = stub.Generate(asked(stream=True, **long), timeout=BOUND_S)
+    named = stub.Generate(asked(request_id="named", stream=True, **long), timeout=BOUND_S)
+    assert next(nameless).HasField("chunk")
+    assert next(named).HasField("chunk")
+    stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["", "named"]), timeout=BOUND_S)
+    assert [one.complete.finish_reason for one in named if one.HasField("complete")] == ["abort"]
+    assert [one.complete.finish_reason for one in nameless if one.HasField("complete")] == ["length"]
+
+
 def test_abort_ends_no_call_of_another_client(cluster, stub):
     long: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": LONG_OUTPUT}
     call = stub.Generate(asked(request_id="one", stream=True, **long), metadata=(("x-tenant", "a"),), timeout=BOUND_S)
