@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -53,9 +55,15 @@ def open_inference_routes(api: RouterApi, inference: Mapping[str, ASGIApp]) -> I
     for model in (_MODEL + _OF_VERSION, _MODEL):
         for name, endpoint in inference.items():
             yield Route(f"{model}/{name}", endpoint, methods=["POST"])
+            yield Route(f"{model}/{name}", _only_post, methods=["GET"])
         yield Route(f"{model}/ready", info.model_ready)
     yield Route(_MODEL + _OF_VERSION, info.model)
     yield Route(_MODEL, info.model)
+
+
+async def _only_post(_: Request) -> Response:
+    """Refuse to GET what runs requests. The path would otherwise be that of a model with this name."""
+    raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
 
 
 class _Descriptions:

@@ -180,9 +180,9 @@ class GuardedProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as exc:
             if not self._over:  # bounds the recursion: `_over` is set once too many requests wait
                 self._decline_upgrade(data[exc.args[0] :])
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as exc:
             if not self._over:
-                self.send_400_response("Invalid HTTP request received.")
+                self.send_400_response(f"Invalid HTTP request received: {exc}")
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Parse the same head again without the offer, and then what came behind it."""
