@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -25,7 +26,9 @@ from real_service import (
 
 from pdserve.config import RouterConfig
 from pdserve.rpc.status import REASON_METADATA
-from pdserve.rpc.v1 import common_pb2
+from pdserve.rpc.v1 import common_pb2, open_inference_pb2, vllm_engine_pb2
+from pdserve.rpc.v1.open_inference_pb2_grpc import GRPCInferenceServiceStub as Kserve
+from pdserve.rpc.v1.vllm_engine_pb2_grpc import VllmEngineStub as VllmEngine
 from testkit.client import Answer, generate_all, request
 from testkit.load import Load
 from testkit.processes import ProcessCluster, State
@@ -92,6 +95,63 @@ def test_a_killed_decode_worker_costs_its_stream_nothing_but_time(cluster, hold,
         if answer.report.decode_worker == victim:
             break
         assert time.monotonic() < end_s
+
+
+@pytest.mark.slow
+def test_streams_of_other_protocols_outlive_a_killed_decode_worker(cluster, hold):
+    """KServe's and vLLM's, two of each, so that either worker has some: the texts and ids of an undisturbed run."""
+
+    def asked() -> tuple[list[Any], list[Any]]:
+        told = [Kserve(channel).ModelStreamInfer(iter([infer_message()]), timeout=2 * BOUND_S) for _ in range(2)]
+        return told, [VllmEngine(channel).Generate(engine_message(), timeout=2 * BOUND_S) for _ in range(2)]
+
+    with grpc.insecure_channel(cluster.grpc) as channel:
+        infers, engines = asked()
+        texts, ids = {*map(text_of, infers)}, {*map(ids_of, engines)}
+        assert (len(texts), len(ids)) == (1, 1)
+        with hold.at(HELD):
+            infers, engines = asked()
+            for call in (*infers, *engines):
+                next(call)
+            cluster.wait_state(lambda state: state.running_requests == 4, BOUND_S)
+            victim = next(
+                w.hello.worker_id for w in cluster.state().workers if "decode" in w.hello.worker_id and w.requests_placed
+            )
+            kill(cluster, victim)
+            hold.release()
+            assert all(next(iter(texts)).endswith(text_of(call)) for call in infers)
+            assert {*map(ids_of, engines)} == ids
+    cluster.assert_empty()
+    start_again(cluster, victim)
+
+
+def infer_message() -> open_inference_pb2.ModelInferRequest:
+    message = open_inference_pb2.ModelInferRequest(model_name="tiny")
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hello there")
+    message.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    message.parameters["max_tokens"].int64_param = MANY
+    message.parameters["temperature"].double_param = 0.0
+    message.parameters["ignore_eos"].bool_param = True
+    return message
+
+
+def text_of(call: Any) -> str:
+    """What is left of a stream of KServe's."""
+    parts = list(call)
+    assert not any(part.error_message for part in parts)
+    return "".join(part.infer_response.raw_output_contents[0][4:].decode() for part in parts)
+
+
+def engine_message() -> vllm_engine_pb2.GenerateRequest:
+    tokens = vllm_engine_pb2.TokenizedInput(input_ids=[7, 11, 13])
+    params = vllm_engine_pb2.SamplingParams(max_tokens=MANY, temperature=0.0, ignore_eos=True)
+    return vllm_engine_pb2.GenerateRequest(tokenized=tokens, sampling_params=params, stream=True)
+
+
+def ids_of(call: Any) -> tuple[int, ...]:
+    """All ids of a stream of vLLM's: its last message has them."""
+    *_, last = call
+    return tuple(last.complete.output_ids)
 
 
 @pytest.mark.slow  # the short tests have it of the core: tests/router/core/recovery/test_lost_workers.py
