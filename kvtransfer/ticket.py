@@ -16,10 +16,11 @@ and a changed ticket gives another proof with the right MAC.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from hmac import compare_digest
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import msgpack
 
@@ -39,6 +40,10 @@ _MAX_U64: Final = (1 << 64) - 1
 _MAX_LAYERS: Final = 4096
 _MAX_PLANES: Final = 8
 _NUM_FIELDS: Final = 10
+ENGINE_VERSION: Final = 1001
+"""The version of an `EngineTicket`. A reader that copies blocks by itself refuses it, and the other way round."""
+_NUM_ENGINE_FIELDS: Final = 9
+_MAX_PARAMS_BYTES: Final = 1 << 19
 
 
 class InvalidTicket(TransferFailed):
@@ -49,26 +54,70 @@ class WrongTicket(LeaseGone):
     """The ticket belongs to another request or lease. The two workers are not to blame; the request is done again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The ticket of one lease. `peer_address` is host:port of the lender's Peer and Lease services.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTicket(ABC):
+    """The part of a ticket by which a reader finds the lease, and the lender knows its reader.
 
-    `regions` describe the lender's pool, one for each group of `kv_spec`. block_tables[g][i] holds the KV of group g for tokens
-    [i * block_size, (i + 1) * block_size) of the prompt, which has `prompt_len` tokens. Blocks that are dead at the end of the
-    prompt are null, and the bytes of a ticket do not list them. `prompt_hash` covers the whole prompt
-    and its salt. `checksums` True: the lender sums its blocks, and compares its checksums with the reader's.
+    `peer_address` is host:port of the lender's Peer and Lease services. The prompt has `prompt_len` tokens, and `prompt_hash`
+    covers the whole prompt and its salt.
     """
 
     incarnation: Incarnation
     lease_counter: int
     peer_address: str
+    prompt_len: int
+    prompt_hash: bytes
+    mac: bytes = bytes(MAC_BYTES)
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The id of the lease."""
+        return LeaseId(self.incarnation, self.lease_counter)
+
+    @property
+    def proof(self) -> bytes:
+        """The proof that the reader shows to the lender with each call, and that the lender expects."""
+        return _mac(self.mac, self._content())
+
+    def with_mac(self, secret: bytes) -> Self:
+        """Return the ticket with its MAC, as the lender hands it out. `secret` is the lender's own, at most 64 bytes, and new
+        at every process start."""
+        return replace(self, mac=_mac(secret, self._content()))
+
+    def check_request(self, lease_id: LeaseId, prompt_hash: bytes) -> None:
+        """Check that the ticket belongs to this lease, and to this prompt with its salt. Raises `WrongTicket` if not."""
+        if self.lease_id != lease_id:
+            raise WrongTicket(f"the ticket is of lease {self.lease_id}, not of {lease_id}")
+        if not compare_digest(self.prompt_hash, prompt_hash):
+            raise WrongTicket(f"the ticket of lease {lease_id} is over another prompt, or another cache_salt")
+
+    def encode(self) -> bytes:
+        """Return the bytes of the ticket (msgpack), at most `MAX_TICKET_BYTES`."""
+        data = cast(bytes, msgpack.packb((*self._fields(), self.mac)))
+        assert len(data) <= MAX_TICKET_BYTES
+        return data
+
+    def _content(self) -> bytes:
+        return cast(bytes, msgpack.packb(self._fields()))
+
+    @abstractmethod
+    def _fields(self) -> tuple[Any, ...]:
+        """Return all fields except the MAC."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket(LeaseTicket):
+    """The ticket of a lease over blocks of the lender's pool, which the reader copies.
+
+    `regions` describe the lender's pool, one for each group of `kv_spec`. block_tables[g][i] holds the KV of group g for tokens
+    [i * block_size, (i + 1) * block_size) of the prompt. Blocks that are dead at the end of the prompt are null, and the bytes
+    of a ticket do not list them. `checksums` True: the lender sums its blocks, and compares its checksums with the reader's.
+    """
+
     kv_spec: KvSpec
     regions: tuple[RemoteRegion, ...]
     block_tables: tuple[tuple[BlockId, ...], ...]
-    prompt_len: int
-    prompt_hash: bytes
     checksums: bool
-    mac: bytes = bytes(MAC_BYTES)
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -94,28 +143,6 @@ class Ticket:
             raise InvalidTicket("a block is listed twice")
         if region.block_bytes != group.block_bytes or region.address + region.nbytes > _MAX_U64:
             raise InvalidTicket(f"a pool of {region.num_blocks} blocks at {region.address:#x} runs past the address space")
-
-    @property
-    def lease_id(self) -> LeaseId:
-        """The id of the lease."""
-        return LeaseId(self.incarnation, self.lease_counter)
-
-    @property
-    def proof(self) -> bytes:
-        """The proof that the reader shows to the lender with each call, and that the lender expects."""
-        return _mac(self.mac, self._content())
-
-    def with_mac(self, secret: bytes) -> Ticket:
-        """Return the ticket with its MAC, as the lender hands it out. `secret` is the lender's own, at most 64 bytes, and new
-        at every process start."""
-        return replace(self, mac=_mac(secret, self._content()))
-
-    def check_request(self, lease_id: LeaseId, prompt_hash: bytes) -> None:
-        """Check that the ticket belongs to this lease, and to this prompt with its salt. Raises `WrongTicket` if not."""
-        if self.lease_id != lease_id:
-            raise WrongTicket(f"the ticket is of lease {self.lease_id}, not of {lease_id}")
-        if not compare_digest(self.prompt_hash, prompt_hash):
-            raise WrongTicket(f"the ticket of lease {lease_id} is over another prompt, or another cache_salt")
 
     def check_checksums(self, ours: bool) -> None:
         """Check that both workers use checksums, or neither. Raises `IncompatiblePeer` if not: one side would then sum its
@@ -148,17 +175,7 @@ class Ticket:
         if not self.kv_spec.holds_the_same_as(local):
             raise IncompatiblePeer(f"KV layouts differ: {self.peer_address} writes {self.kv_spec}, this worker reads {local}")
 
-    def encode(self) -> bytes:
-        """Return the bytes of the ticket (msgpack), at most `MAX_TICKET_BYTES`."""
-        data = cast(bytes, msgpack.packb((*self._fields(), self.mac)))
-        assert len(data) <= MAX_TICKET_BYTES
-        return data
-
-    def _content(self) -> bytes:
-        return cast(bytes, msgpack.packb(self._fields()))
-
     def _fields(self) -> tuple[Any, ...]:
-        """Return all fields except the MAC."""
         return (
             self.version,
             self.incarnation,
@@ -176,7 +193,7 @@ class Ticket:
         """Read a ticket. Raises `IncompatiblePeer` for another version or an unknown dtype, and `InvalidTicket` for every other
         fault."""
         fields = _unpack(data)
-        _check_version(fields)
+        _check_version(fields, VERSION, _NUM_FIELDS)
         _, incarnation, lease, peer_address, block_size, groups, prompt_len, prompt_hash, checksums, mac = fields
         spec, regions, lists = _groups(groups, _integer("block_size", block_size, 1, _MAX_DIMENSION))
         tokens = _integer("prompt_len", prompt_len, 1, (1 << 31) - 1)
@@ -191,6 +208,50 @@ class Ticket:
             prompt_len=tokens,
             prompt_hash=_bytes("prompt_hash", prompt_hash, PROMPT_HASH_BYTES),
             checksums=_flag("checksums", checksums),
+            mac=_bytes("mac", mac, MAC_BYTES),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTicket(LeaseTicket):
+    """The ticket of a lease over KV that the engine of the lender hands to the engine of the reader by itself.
+
+    The lease wraps what the two engines believe: `params` is the engines' own ticket (JSON), which the reader gives to its
+    engine once the lender has said OK, and never otherwise. It stands for `num_blocks` blocks. Empty: there is no KV to hand
+    over, because token 0 ends the request.
+    """
+
+    num_blocks: int
+    params: bytes
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (
+            ENGINE_VERSION,
+            self.incarnation,
+            self.lease_counter,
+            self.peer_address,
+            self.prompt_len,
+            self.prompt_hash,
+            self.num_blocks,
+            self.params,
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> EngineTicket:
+        """Read a ticket. Raises `IncompatiblePeer` for another version, and `InvalidTicket` for every other fault."""
+        fields = _unpack(data)
+        _check_version(fields, ENGINE_VERSION, _NUM_ENGINE_FIELDS)
+        _, incarnation, lease, peer_address, prompt_len, prompt_hash, num_blocks, params, mac = fields
+        if not isinstance(params, bytes) or len(params) > _MAX_PARAMS_BYTES:
+            raise InvalidTicket(f"params must be at most {_MAX_PARAMS_BYTES} bytes, got {params!r:.40}")
+        return cls(
+            incarnation=Incarnation(_integer("incarnation", incarnation, 0, _MAX_U64)),
+            lease_counter=_integer("lease_counter", lease, 1, _MAX_U64),
+            peer_address=_address(peer_address),
+            prompt_len=_integer("prompt_len", prompt_len, 1, (1 << 31) - 1),
+            prompt_hash=_bytes("prompt_hash", prompt_hash, PROMPT_HASH_BYTES),
+            num_blocks=_integer("num_blocks", num_blocks, 1, (1 << 31) - 1),
+            params=params,
             mac=_bytes("mac", mac, MAC_BYTES),
         )
 
@@ -214,14 +275,14 @@ def _unpack(data: bytes) -> tuple[Any, ...]:
     return fields
 
 
-def _check_version(fields: tuple[Any, ...]) -> None:
-    """Check version and number of fields. The version is the first field in every version, so that a ticket of a newer worker
-    is told apart from garbage."""
+def _check_version(fields: tuple[Any, ...], known: int, count: int) -> None:
+    """Check version and number of fields. The version is the first field in every version, so that a ticket of a newer worker,
+    or one of another engine, is told apart from garbage."""
     version = _integer("version", fields[0], 0, (1 << 31) - 1)
-    if version != VERSION:
-        raise IncompatiblePeer(f"the ticket has version {version}; this worker reads version {VERSION}")
-    if len(fields) != _NUM_FIELDS:
-        raise InvalidTicket(f"a ticket has {_NUM_FIELDS} fields, but this one has {len(fields)}")
+    if version != known:
+        raise IncompatiblePeer(f"the ticket has version {version}; this worker reads version {known}")
+    if len(fields) != count:
+        raise InvalidTicket(f"a ticket has {count} fields, but this one has {len(fields)}")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

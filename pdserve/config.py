@@ -55,9 +55,11 @@ BEATS_TO_LOSE: Final = 3  # a worker or a router counts as lost only after it ha
 Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+Backend = Literal["pdserve", "vllm"]
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
 
+BACKENDS: Final = typing.get_args(Backend)
 DTYPES: Final = typing.get_args(Dtype)
 DEVICES: Final = typing.get_args(Device)
 LOAD_FORMATS: Final = typing.get_args(LoadFormat)
@@ -66,8 +68,28 @@ KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 
 _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
+_URL: Final = re.compile(r"http://[^\s/@]+:[0-9]{1,5}/?")
 _HOST: Final = re.compile(r"\*|[a-z0-9_.-]+")
 _HEADER: Final = re.compile(r"header:[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # a name that HTTP and gRPC both carry
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """The server of vLLM that a worker drives where `engine.backend` is vllm."""
+
+    # A worker starts its server with this command, to which it adds flags. Empty takes the environment of `make setup-vllm`.
+    command: tuple[str, ...] = ()
+    # A worker adds these flags too, such as [--tensor-parallel-size, "2"].
+    args: tuple[str, ...] = ()
+    # A worker starts no server, and uses the one that runs at this address, such as http://127.0.0.1:8100.
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.url and (self.command or self.args):
+            raise ConfigError("url is that of a server which runs already: leave out command and args")
+        if self.url and not _URL.fullmatch(self.url):
+            raise ConfigError(f"url must be http://HOST:PORT, got {self.url!r:.100}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +102,11 @@ class EngineConfig:
     model_family: str | None = None
     # "dummy" makes random weights up, the same in each worker, and needs no file of weights. "auto" reads the model's own.
     load_format: LoadFormat = "auto"
+    # "pdserve" computes with the project's own engine. "vllm" lets each worker drive a server of vLLM; docs/engines.md says
+    # what that changes. Both pools must have the same.
+    backend: Backend = "pdserve"
+    # The server of vLLM, such as {url: "http://127.0.0.1:8100"}. Only for the backend vllm.
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     # Clients call the model by this name. None takes the model's own name.
     served_model_name: str | None = None
     # Weights and activations have this dtype. "auto" is bfloat16.
@@ -124,6 +151,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.backend != "vllm" and self.vllm != VllmConfig():
+            raise ConfigError("vllm is for the backend vllm, and backend is pdserve")
         if self.batch_invariant and self.kv_cache_dtype not in EXACT_KV_CACHE_DTYPES:
             raise ConfigError(
                 f"batch_invariant needs a kv_cache_dtype that is not quantised: how {self.kv_cache_dtype} rounds a block "
@@ -503,7 +532,7 @@ class ClusterConfig:
         if self.router.placement == "disaggregated" and not self.prefill.replicas:
             raise ConfigError("router.placement is disaggregated and prefill.replicas is 0: every request would be refused")
         prefill, decode = self.engine_for(self.prefill), self.engine_for(self.decode)
-        for name in ("model", "load_format", "dtype", "block_size"):
+        for name in ("backend", "model", "load_format", "dtype", "block_size"):
             if getattr(prefill, name) != getattr(decode, name):
                 raise ConfigError(f"prefill.engine.{name} and decode.engine.{name} differ: KV blocks could not be handed over")
         mixed = self.prefill.most and prefill.quantization != decode.quantization
@@ -515,6 +544,11 @@ class ClusterConfig:
             )
         for name, pool, engine in (("prefill", self.prefill, prefill), ("decode", self.decode, decode)):
             _check_gpus(name, self.gpus, pool.num_gpus, engine)
+            if engine.vllm.url and pool.most > 1:
+                raise ConfigError(
+                    f"{name}.engine.vllm.url is one server, which serves one worker: set {name}.max_replicas to 1, or leave "
+                    "the url out and let each worker start a server of its own"
+                )
         self._check_autoscaling()
 
     def _check_autoscaling(self) -> None:

@@ -105,7 +105,9 @@ def build(cls: type[Config], data: Any, path: str, gone: typing.Mapping[str, str
             settable = sorted(each for each in known if f"{prefix}{each}" not in gone)
             raise ConfigError(f"unknown setting {prefix}{name}; known here: {', '.join(settable)}")
         section = known[name].type
-        if isinstance(section, type) and dataclasses.is_dataclass(section):
+        if not isinstance(section, type) or not dataclasses.is_dataclass(section):
+            continue
+        if not isinstance(value, section):  # a pool inherits the sections of the common engine as they are
             values[name] = build(section, {} if value is None else value, f"{prefix}{name}", gone)  # None: left empty
     for name, setting in known.items():
         if name not in data and setting.default is setting.default_factory:  # both are missing

@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Final
 
 from kvtransfer.lease_service import LeaseService, PeerService
-from kvtransfer.ticket import Ticket
+from kvtransfer.ticket import EngineTicket, LeaseTicket, Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
-from pdserve.core.lease import FirstToken, LeaseTable
+from pdserve.core.lease import FirstToken, LeaseState, LeaseTable
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.collect import Advance, OutputToken
@@ -38,7 +39,7 @@ from pdserve.worker.host import (
     failed,
     refuse,
 )
-from pdserve.worker.messages import Abort, AddLent, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
+from pdserve.worker.messages import Abort, AddLent, EngineKv, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ class LentRequest(RoleRequest):
     """One Prefill command, from its arrival until its lease has ended."""
 
     lease_id: LeaseId | None = None
+    kv: EngineKv | None = None
+    """The KV that a foreign engine holds for the reader. None: it is in our blocks."""
+
+
+READER_GRACE_S: Final = 2.0
+"""A lease over KV that a foreign engine holds outlives its cancelled request by so long. Only the reader's engine can have this
+KV freed before the engine's own time is over, and it does so after a commit, which takes milliseconds."""
 
 
 class PrefillRole(HostedRole[LentRequest]):
@@ -62,12 +70,13 @@ class PrefillRole(HostedRole[LentRequest]):
         token = host.config.cluster_token
         self._rehashes: dict[SeqId, asyncio.Future[int]] = {}
         self._rotted_blocks = 0
+        self._cancelled: dict[LeaseId, float] = {}  # leases that wait for their readers, each with the end of this wait
         self._leases = LeaseService(self._table, self._clock, self._return_leases, cluster_token=token, rehash=self._rehash)
         peer = PeerService(
             host.incarnation,
             host.agent_metadata,
             cluster_token=token,
-            transport=host.config.transfer.transport,
+            transport=host.transport,
             model_digest=host.model_digest,
         )
         peer_pb2_grpc.add_LeaseServicer_to_server(self._leases, host.server)
@@ -102,11 +111,11 @@ class PrefillRole(HostedRole[LentRequest]):
         """Grant leases, advance watermarks, send token 0 to the router, and pass checksums on."""
         for lent in events.lent:
             if lent.seq_id not in self._by_seq:  # the request has ended; its blocks carry the lease's references already
-                self._host.submit(ReturnLease(lent.seq_id))
+                self._host.submit(ReturnLease(lent.seq_id, read=lent.kv is None))
         self._each(events.lent, self._grant)
         self._each(events.advanced, self._advance)
         rows = self._each(events.tokens, self._finish)
-        if events.preempted or events.failed or events.grammars_failed:
+        if events.preempted or events.failed or events.grammars_failed or events.given_up:
             self._take_losses(events)
         if rows:
             self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=rows)))
@@ -118,7 +127,10 @@ class PrefillRole(HostedRole[LentRequest]):
 
     def on_tick(self) -> None:
         """End the leases that are due, and check the table."""
-        self._table.expire_due(now_s=self._clock())
+        now_s = self._clock()
+        self._table.expire_due(now_s=now_s)
+        for lease_id in [lease_id for lease_id, end_s in self._cancelled.items() if end_s <= now_s]:
+            self._table.release(lease_id, now_s=now_s)
         self._table.check_invariants()
         self._return_leases()
 
@@ -157,6 +169,8 @@ class PrefillRole(HostedRole[LentRequest]):
         if request.lease_id is None:
             del self._by_seq[request.seq_id]  # a `Lent` that is under way finds no request; its blocks go back
             self._host.submit(Abort(request.seq_id))
+        elif request.kv is not None and request.kv.params:
+            self._cancelled[request.lease_id] = self._clock() + READER_GRACE_S
         else:
             self._table.release(request.lease_id, now_s=self._clock())
             self._return_leases()
@@ -180,6 +194,7 @@ class PrefillRole(HostedRole[LentRequest]):
 
     def _grant(self, request: LentRequest, lent: Lent) -> None:
         now_s = self._clock()
+        request.kv = lent.kv
         request.lease_id = self._table.grant(lent.seq_id, lent.block_tables, request.prompt_len, sums=lent.sums, now_s=now_s)
         ticket = self._ticket(request.lease_id, lent, request)
         self._table.expect(request.lease_id, ticket.proof)
@@ -192,8 +207,19 @@ class PrefillRole(HostedRole[LentRequest]):
         self._host.send(link_pb2.WorkerMessage(prefill_started=started))
         self.note(request, WorkKind.GRANTED, lease=request.lease_id, blocks=count_blocks(lent.block_tables))
 
-    def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> Ticket:
+    def _ticket(self, lease_id: LeaseId, lent: Lent, request: LentRequest) -> LeaseTicket:
         host = self._host
+        if lent.kv is not None:
+            engine_ticket = EngineTicket(
+                incarnation=host.incarnation,
+                lease_counter=lease_id.counter,
+                peer_address=host.address,
+                prompt_len=request.prompt_len,
+                prompt_hash=request.prompt_hash,
+                num_blocks=lent.kv.num_blocks,
+                params=lent.kv.params,
+            )
+            return engine_ticket.with_mac(host.ticket_secret)
         ticket = Ticket(
             incarnation=host.incarnation,
             lease_counter=lease_id.counter,
@@ -258,5 +284,6 @@ class PrefillRole(HostedRole[LentRequest]):
             request = self._by_seq.pop(lease.seq_id)
             self._by_handle.pop(request.handle, None)
             self._host.submit(Abort(lease.seq_id))
-            self._host.submit(ReturnLease(lease.seq_id))
+            self._cancelled.pop(lease.lease_id, None)
+            self._host.submit(ReturnLease(lease.seq_id, read=request.kv is None or lease.state is LeaseState.COMMITTED))
             self.note(request, WorkKind.LEASE_ENDED, how=lease.state)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from pdserve.config import DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, ClusterConfig, load
+from pdserve.config import BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, ClusterConfig, load
 from pdserve.core.sampling import Placement
 from pdserve.core.settings.types import parse_bytes
 from pdserve.text.calls.registry import AUTO, CALL_FORMS, NONE, REASONING_SIGNS
@@ -75,6 +75,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     (("--prefill",), "prefill.replicas", NOT_NEGATIVE, "Number of prefill workers; 0 runs all requests colocated."),
     (("--decode",), "decode.replicas", POSITIVE, "Number of decode workers."),
     (("--model",), "engine.model", str, "default, tiny, a directory, a GGUF file or a Hugging Face id."),
+    (
+        ("--engine",),
+        "engine.backend",
+        click.Choice(BACKENDS),
+        "pdserve, or vllm to let each worker drive a server of vLLM (`make setup-vllm`).",
+    ),
     (
         ("--load-format",),
         "engine.load_format",

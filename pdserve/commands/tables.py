@@ -133,12 +133,26 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         *aside,
         *mixed,
         *_sets(state.workers),
+        *_engines(state.workers),
         *_versions(state.workers),
     )
 
 
 def _flips(count: int) -> str:
     return "a role flip" if count == 1 else f"{count} role flips"
+
+
+def _engines(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
+    """Make one line for all workers of the same foreign engine, and one for each that keeps blocks for nobody."""
+    alike: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.hello.engine:
+            alike.setdefault(worker.hello.engine, []).append(worker.hello.worker_id)
+    engines = [Text(f"foreign: true; {', '.join(worker_ids)}: {engine}") for engine, worker_ids in alike.items()]
+    kept = [(worker.hello.worker_id, worker.load.foreign_blocks) for worker in workers if worker.load.foreign_blocks]
+    return engines + [
+        Text(f"{name}: its engine keeps {blocks} blocks for no reader, until its own time") for name, blocks in kept
+    ]
 
 
 def _sets(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:

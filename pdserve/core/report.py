@@ -45,6 +45,7 @@ class Report(msgspec.Struct, frozen=True):
     request_id: str = ""
     correlation_id: str = ""
     exact: bool = True
+    foreign: bool = False  # an engine that is not pdserve's own computed a part of it
     predicted_ttft_s: float = 0.0
     slo_class: str = ""
     ttft_met: bool | None = None

@@ -6,9 +6,10 @@ A new field is named here and in `proto/`; then only its source and its user cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pdserve.core.blocks import BlockCounts
@@ -59,6 +60,19 @@ SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], 
 it, and a function that tells whether a request uses it. Such a request is never sent to such a worker."""
 FIELDS_LINK_VERSION: Final = max(version for _, version, _ in SPEC_LINK_VERSIONS)
 """A worker of this link version or a later one knows all of them."""
+FEATURES: Final[Mapping[str, Callable[[RequestSpec], bool]]] = MappingProxyType(
+    {
+        **{name: uses for name, _, uses in SPEC_LINK_VERSIONS},
+        "logprobs": lambda spec: spec.sampling.logprobs is not None,
+        "logit_bias": lambda spec: bool(spec.sampling.logit_bias),
+        "min_tokens": lambda spec: spec.sampling.min_tokens > 0,
+        "presence_penalty": lambda spec: spec.sampling.presence_penalty != 0.0,
+        "frequency_penalty": lambda spec: spec.sampling.frequency_penalty != 0.0,
+        "sampling": lambda spec: not spec.sampling.greedy,
+    }
+)
+"""The features of requests that an engine may lack, or may have only where one worker computes the whole request. Each has its
+name, mostly that of the field that asks for it, and a function that tells whether a request uses it."""
 PEER_VERSIONS: Final = VersionRange(0, 1)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
 1 both sides name their versions at the handshake."""
@@ -113,6 +127,13 @@ class WorkerHello:
     batch in which it is computed, or the worker's release does not compute the name."""
     isa: str = ""
     """The instruction set of the worker's compiled steps. Empty: torch computes the steps."""
+    engine: str = ""
+    """The name and release of the engine that computes. Empty: it is pdserve's own. Another engine is foreign: its tokens may
+    depend on their batch, and KV goes between two such engines by their own means."""
+    refuses: tuple[str, ...] = ()
+    """The `FEATURES` of requests that the worker cannot serve."""
+    undivided: tuple[str, ...] = ()
+    """The `FEATURES` whose requests the worker serves only if it computes them from the prompt to the end."""
 
     @property
     def kv_tokens(self) -> int:
@@ -133,6 +154,11 @@ class WorkerHello:
         """Return how many sequences may run on the worker now. An operator may have lowered the number since the worker's
         start."""
         return min(load.max_num_seqs or self.max_num_seqs, self.max_num_seqs)
+
+    @property
+    def foreign(self) -> bool:
+        """True when the engine is not pdserve's own."""
+        return bool(self.engine)
 
     def may_pair(self, other: WorkerHello) -> bool:
         """Tell whether KV may go between the two workers: they speak a common version of the protocol between workers, and
@@ -158,6 +184,8 @@ class WorkerLoad:
     leases_held: int = 0
     loop_lag_ms: float = 0.0
     draining: bool = False
+    foreign_blocks: int = 0
+    """Blocks that a foreign engine keeps for a reader that will not come. Only the engine frees them, after a time."""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     engine_stalled_s: float = 0.0
@@ -193,6 +221,25 @@ class WorkerLoad:
     """The time since the start of the incarnation, by the worker's own clock. The counts above hold at this time."""
     experts: ExpertLoad | None = None
     """The spread of tokens over the experts of the model. None: it has no experts, or no token has passed them."""
+
+
+def used_features(spec: RequestSpec, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the named features that the request uses. A name that this release does not know is used by no
+    request."""
+    return tuple(name for name in names if name in FEATURES and FEATURES[name](spec))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """The differences between an engine and pdserve's own. `WorkerHello` explains the fields."""
+
+    engine: str = ""
+    refuses: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
+
+
+OWN_ENGINE: Final = EngineTraits()
+"""pdserve's own engine."""
 
 
 def newest_field(spec: RequestSpec) -> tuple[str, int]:

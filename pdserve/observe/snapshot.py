@@ -139,6 +139,7 @@ class ClusterSnapshot:
     classes: tuple[ClassSnapshot, ...] = ()
     classes_window_s: float = 0.0
     exact: bool = True  # all workers give the same bits in any company
+    foreign: bool = False  # some worker runs an engine that is not our own
     prefixes: PrefixSnapshot = PrefixSnapshot()
     picks: tuple[PickSnapshot, ...] = ()
     ejections: tuple[EjectionSnapshot, ...] = ()

@@ -250,7 +250,13 @@ def _experts_from_wire(wire: common_pb2.ExpertLoad) -> ExpertLoad:
     return ExpertLoad(wire.choices, wire.imbalance, wire.worst_imbalance, hottest)
 
 
-_HELLO: Final = FieldCodec(WorkerHello, common_pb2.WorkerHello, role=(_ROLES.__getitem__, role_from_wire))
+_HELLO: Final = FieldCodec(
+    WorkerHello,
+    common_pb2.WorkerHello,
+    role=(_ROLES.__getitem__, role_from_wire),
+    refuses=(list, tuple),
+    undivided=(list, tuple),
+)
 _LOAD: Final = FieldCodec(
     WorkerLoad,
     common_pb2.WorkerLoad,

@@ -38,6 +38,7 @@ from pdserve.worker.messages import (
     Activate,
     AddLent,
     Command,
+    DiscardKv,
     EndQuarantine,
     EngineSnapshot,
     Lent,
@@ -105,14 +106,16 @@ class EngineSteps:
                         reserved.append(ReserveResult(seq_id, None, shortage=scheduler.shortage))
                     else:
                         reserved.append(ReserveResult(seq_id, room.block_tables, room.hits))
-                case Activate(seq_id, first_token):
+                case Activate(seq_id, first_token, _):
                     scheduler.activate(seq_id, first_token)
                 case Abort(seq_id, read_in_flight):
                     scheduler.abort(seq_id, read_in_flight=read_in_flight)
                 case EndQuarantine(seq_id):
                     scheduler.end_quarantine(seq_id)
-                case ReturnLease(seq_id):
+                case ReturnLease(seq_id, _):
                     scheduler.return_lease(seq_id)
+                case DiscardKv():
+                    raise InternalBug("only a foreign engine holds KV that must be discarded")
                 case SetBudget(tokens, seqs):
                     if tokens:
                         scheduler.set_budget(tokens)

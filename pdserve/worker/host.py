@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
 
-from kvtransfer.api import DeviceKind, Region, TransferDevice
+from kvtransfer.api import Region
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
@@ -32,6 +32,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.core.structured.constraint import FIELD
 from pdserve.core.structured.grammar_state import GrammarState
+from pdserve.core.worker import OWN_ENGINE, EngineTraits
 from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.observe.story import Story, StoryRing, Value
 from pdserve.rpc import codec
@@ -45,11 +46,6 @@ from pdserve.structured.compilations import Compilations, StartGrammar, no_gramm
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.messages import Command, Lent, ReserveResult, StepEvents
-
-if TYPE_CHECKING:  # the roles run without torch where the model is not the real one
-    from torch import Tensor
-
-    from pdserve.engine.kv.cache import KvCache
 
 
 class CountedCommands:
@@ -155,6 +151,8 @@ class Host:
     tokenizer: Tokenizer
     max_model_len: int
     incarnation: Incarnation
+    transport: str
+    """The name of the transport. Both workers of a pair have the same."""
     transfer: TransferThread
     agent_metadata: bytes
     address: str
@@ -163,12 +161,14 @@ class Host:
     send: Callable[[link_pb2.WorkerMessage], None]
     open_channel: Callable[[str], grpc.aio.Channel] = open_channel
     """Opens a channel to a peer's services."""
-    start_grammar: StartGrammar = no_grammars
-    """Compiles the constraint of a request. A thread of the role calls it."""
+    start_grammar: StartGrammar | None = no_grammars
+    """Compiles the constraint of a request. A thread of the role calls it. None: the engine takes constraints as they are."""
     staging: Staging | None = None
     """Reads KV of peers that store it in another dtype. None: such peers are refused."""
     ticket_secret: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET_SECRET_BYTES))
     """The key with which this incarnation seals its tickets. It never leaves the process."""
+    traits: EngineTraits = OWN_ENGINE
+    """What differs from pdserve's own engine."""
     draining: bool = False
     """True when the worker takes no new request and only finishes those that it has."""
     link_version: int = 0
@@ -210,17 +210,6 @@ async def _close_in_time(role: HostedRole[Any]) -> None:
 
 
 RoleFactory = Callable[[Host], "HostedRole[Any]"]
-
-
-def region_of(kv: KvCache) -> Region:
-    """Return the region of the blocks of one KV group, which the transport registers and a ticket describes."""
-    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
-
-
-def device_of(memory: Tensor) -> TransferDevice:
-    """Return the device of a tensor as the transport names it."""
-    kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
-    return TransferDevice(kind, memory.device.index or 0)
 
 
 REFUSED_SINCE: Final = 1
@@ -391,7 +380,7 @@ class HostedRole(ABC, Generic[Request]):
         self._host = host
         self._by_handle: dict[Handle, Request] = {}
         self._by_seq: dict[SeqId, Request] = {}
-        self._compilations = Compilations(host.start_grammar, functools.partial(fail_unstarted, host))
+        self._compilations = Compilations(host.start_grammar or no_grammars, functools.partial(fail_unstarted, host))
 
     @abstractmethod
     def on_command(self, message: link_pb2.RouterMessage) -> None:
@@ -435,7 +424,7 @@ class HostedRole(ABC, Generic[Request]):
         handle = Handle(command.handle)
         try:
             spec, resumed = read_request(command, self._host)
-            if spec.constraint is None or self._host.draining:
+            if spec.constraint is None or self._host.draining or self._host.start_grammar is None:
                 self._begin(command, spec, resumed, None)
             else:
                 then = functools.partial(self._begin, command, spec, resumed)
@@ -479,6 +468,9 @@ class HostedRole(ABC, Generic[Request]):
             if (request := self._by_seq.get(seq_id)) is not None:
                 worker_id = self._host.config.worker_id
                 self._fail_alone(request, NumericalError(f"the logits of a step were not finite numbers on worker {worker_id}"))
+        for seq_id, error in events.given_up:
+            if (request := self._by_seq.get(seq_id)) is not None:
+                self._fail_alone(request, error)
         for seq_id, reason in events.grammars_failed:
             if (request := self._by_seq.get(seq_id)) is not None:
                 self._fail_alone(request, InvalidRequest(reason, field=FIELD))  # the same request would fail anywhere

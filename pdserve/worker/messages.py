@@ -7,12 +7,21 @@ from typing import NamedTuple
 
 from pdserve.core.block_hash import KeyChanges
 from pdserve.core.block_pools import BlockTables
+from pdserve.core.errors import PdserveError
 from pdserve.core.ids import BlockId, BlockSum, SeqId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.schedule.collect import Advance, OutputToken
+
+
+class EngineKv(NamedTuple):
+    """KV that a foreign engine holds for the engine of a reader. `params` is the engines' own ticket (JSON); empty: there is
+    nothing to fetch, because token 0 has ended the request."""
+
+    num_blocks: int
+    params: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,17 @@ class Activate:
 
     seq_id: SeqId
     first_token: int
+    kv: EngineKv | None = None
+    """The KV that a foreign engine fetches by itself. None: it is in our blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardKv:
+    """Let a foreign engine free what it holds of this KV for us. Nobody will use it: its lease was committed for a request that
+    has ended."""
+
+    prompt_ids: tuple[int, ...]
+    kv: EngineKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +84,11 @@ class EndQuarantine:
 
 @dataclass(frozen=True, slots=True)
 class ReturnLease:
-    """Drop the lease's references on this sequence's blocks, because the lease has ended."""
+    """Drop the lease's references on this sequence's blocks, because the lease has ended. `read` False: nobody has committed
+    it, so a foreign engine keeps its KV until its own time is over."""
 
     seq_id: SeqId
+    read: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,7 @@ class SetLending:
     lends: bool
 
 
-Command = AddLent | Reserve | Activate | Abort | EndQuarantine | ReturnLease | Rehash | SetBudget | SetLending
+Command = AddLent | Reserve | Activate | DiscardKv | Abort | EndQuarantine | ReturnLease | Rehash | SetBudget | SetLending
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,8 @@ class Lent:
     """Checksums of its prefix hits in each KV group, which were final before. None: no block is summed."""
     hits: int = 0
     """The number of leading blocks of each group that held their KV already."""
+    kv: EngineKv | None = None
+    """The KV that a foreign engine holds for a reader. None: it is in our blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +192,5 @@ class StepEvents(NamedTuple):
     rehashed: tuple[Rehashed, ...] = ()
     grammars_failed: tuple[tuple[SeqId, str], ...] = ()
     """Sequences whose grammar could not go on, with the reason; the engine has forgotten them."""
+    given_up: tuple[tuple[SeqId, PdserveError], ...] = ()
+    """Sequences that a foreign engine could not go on with, with the reason; it has forgotten them."""

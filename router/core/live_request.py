@@ -236,6 +236,8 @@ class Reason(Enum):
     """The prefill worker computes too slowly."""
     CACHED_SUFFIX = "cached_suffix"
     """The decode worker has the KV of most of the prompt, so it computes the rest quickly."""
+    UNDIVIDED = "undivided"
+    """The engines of the workers serve a feature of the request only where one worker computes all of it."""
     SIBLING = "sibling"
     """The decode worker has the KV of the request's leader, which has the same prompt."""
     TRANSFER = "transfer"
@@ -431,6 +433,8 @@ class LiveRequest:
     """The numerics of the workers that have computed parts of this request. Empty: none has."""
     exact: bool = True
     """True while all of these have the same numerics, and none has numerics without a name."""
+    foreign: bool = False
+    """True once a worker whose engine is not pdserve's own has got a part of this request."""
     keeps: LinkId | None = None
     """The decode worker whose next room this waiting request has claimed. None: it has no claim."""
     passed_by: int = 0
@@ -561,15 +565,18 @@ class LiveRequest:
             request_id=self.request_id,
             correlation_id=self.correlation_id,
             exact=self.exact,
+            foreign=self.foreign,
             predicted_ttft_s=self.predicted_ttft_s,
             slo_class=self.slo.name,
             ttft_met=self._ttft_met(now_s),
             tpot_met=self._tpot_met(tpot_s, tokens),
         )
 
-    def computed_by(self, numerics: str) -> None:
-        """Note that a worker with these numerics computes a part of this request."""
+    def computed_by(self, hello: WorkerHello) -> None:
+        """Note that this worker computes a part of this request."""
+        numerics = hello.numerics
         self.exact = self.exact and numerics != "" and self.numerics in ("", numerics)
+        self.foreign = self.foreign or hello.foreign
         self.numerics = numerics
 
     def _ttft_met(self, now_s: float) -> bool | None:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from pdserve.config import RouterConfig
 from pdserve.core.errors import Unavailable
 from pdserve.core.sampling import Placement
-from pdserve.core.worker import Role, VersionRange
+from pdserve.core.worker import Role, VersionRange, used_features
 from pdserve.observe.story import Scores
 from router.core.events import LinkId
 from router.core.forecast import ExpectedOutputs, Transfers
@@ -224,6 +224,12 @@ class Placer:
             if not pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {max_len} tokens (prompt and max_tokens)")
+        if self._registry.undivided and (whole := used_features(request.spec, self._registry.undivided)):
+            if Placement.DISAGGREGATED in (request.asked, self._configured if request.asked is None else None):
+                raise Unavailable(
+                    f"placement is disaggregated, and the engines serve {whole[0]} only where one worker computes all"
+                )
+            return Placement.COLOCATED, Reason.UNDIVIDED
         has_prefill = pools.prefill.heard(prompt_tokens + 1, now_s - self._suspect_s, serving=serving)
         return decide(
             request.asked,

@@ -318,6 +318,8 @@ class Registry:
         self._allow_mixed_quantization = allow_mixed_quantization
         self.exact = True
         """True while all linked workers have the same numerics: then a token depends neither on the worker nor on its batch."""
+        self.foreign = False
+        """Some linked worker runs an engine that is not pdserve's own."""
         self.mixed_numerics = False
         """Two linked workers have different numerics, so it matters to a request which of them compute it."""
         self._by_link: dict[LinkId, Worker] = {}
@@ -330,8 +332,6 @@ class Registry:
         self.longest: dict[Role, int] = {}
         """The token limit of the longest request that some worker of a role takes. While none is linked, the last value stays,
         because workers may come back. A role of which no worker has joined yet is missing."""
-        self.all_know_all_fields = True
-        """True while no linked worker would ignore a field of a request."""
         self.mixed_peers = False
         """True while some linked prefill worker and some linked decode worker may never be paired: they have no version of
         their protocol in common, or the digest of one's weights is unknown."""
@@ -339,6 +339,10 @@ class Registry:
         self.model_digest = ""
         """The digest of the linked workers' weights. Empty: no worker knows it. While no worker is linked, the last digest
         stays."""
+        self.undivided: frozenset[str] = frozenset()
+        """The features whose requests some linked worker serves only if it computes them from the prompt to the end."""
+        self.limited = False
+        """Some linked worker cannot serve all requests: it refuses a feature, or speaks an old version of the link."""
         self.held_tokens = 0
         """The most tokens whose KV a request of any length holds on any decode worker. 0: there is no such bound."""
 
@@ -355,6 +359,12 @@ class Registry:
             raise IncompatiblePeer(
                 f"{name} serves model {hello.model_fingerprint or '(none)'}, this router serves {self._model_fingerprint}"
             )
+        for other in self._by_link.values():
+            if other.hello.engine.partition(" ")[0] != hello.engine.partition(" ")[0]:
+                raise IncompatiblePeer(
+                    f"{name} runs {_engine(hello)}, {other.name}, which was here first, runs {_engine(other.hello)}: their KV "
+                    "layouts differ; give both pools the same engine (engine.backend)"
+                )
         if differing := self._other_weights(hello):
             raise IncompatiblePeer(
                 f"{name} has loaded weights of digest {shown_digest(hello.model_digest)}, {differing.name}, which was here "
@@ -516,6 +526,7 @@ class Registry:
 
     def _note_change(self, role: Role) -> None:
         numerics = {worker.hello.numerics for worker in self._by_link.values()}
+        self.foreign = any(worker.hello.foreign for worker in self._by_link.values())
         self.mixed_numerics = len(numerics) > 1
         self.exact = not self.mixed_numerics and "" not in numerics
         kinds = ({w.hello.pairing: w.hello for w in self._by_role[side].values()} for side in (Role.PREFILL, Role.DECODE))
@@ -525,7 +536,8 @@ class Registry:
         self.model_digest = next(digests, "" if self._by_link else self.model_digest)
         held = [worker.hello.held_tokens for worker in self._by_role[Role.DECODE].values()]
         self.held_tokens = max(held) if held and all(held) else 0
-        self.all_know_all_fields = all(worker.link_version >= FIELDS_LINK_VERSION for worker in self._by_link.values())
+        self.undivided = frozenset(name for worker in self._by_link.values() for name in worker.hello.undivided)
+        self.limited = any(w.hello.refuses or w.link_version < FIELDS_LINK_VERSION for w in self._by_link.values())
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
             self.longest[role] = max(lengths)
@@ -539,6 +551,10 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._by_link)
+
+
+def _engine(hello: WorkerHello) -> str:
+    return hello.engine or "pdserve's engine"
 
 
 def _flipped(before: WorkerHello, hello: WorkerHello) -> bool:

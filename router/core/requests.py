@@ -226,7 +226,7 @@ class Requests:
         worker.touch()
         self._index.expect(worker.link, handle, request.prefix_keys)
         request.story.took_part(worker.hello)
-        request.computed_by(worker.hello.numerics)
+        request.computed_by(worker.hello)
         if request.session_id:
             self._sessions.placed(request, worker)
         return work

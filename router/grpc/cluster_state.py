@@ -40,6 +40,7 @@ def cluster_state_to_wire(
         poisoned_workers=[inference_pb2.PoisonedWorker(worker_id=name, pid=pid) for name, pid in cluster.poisoned],
         block_size=block_size,
         exact=cluster.exact,
+        foreign=cluster.foreign,
         demand=demand_to_wire(cluster.demand),
         classes=[_class_state(one, cluster.classes_window_s) for one in cluster.classes],
         next_page_token=_token(page[-1]) if len(page) < len(workers) else "",

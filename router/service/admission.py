@@ -15,20 +15,27 @@ from typing import Any, Final
 
 from pdserve.config import RouterConfig
 from pdserve.core.block_hash import BlockHash, chain_salt, key_of, next_hash, root_hash
-from pdserve.core.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
+from pdserve.core.errors import (
+    ContextOverflow,
+    DeadlineExceeded,
+    InvalidRequest,
+    PdserveError,
+    Unavailable,
+    UnknownModel,
+)
 from pdserve.core.ids import RequestId
 from pdserve.core.limits import IntRange, MaxBytes, check_limits, check_types, limit_of
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams, check_prompt_logprobs
 from pdserve.core.slo import SloClass
 from pdserve.core.structured.constraint import FIELD, Constraint
-from pdserve.core.worker import newest_field
+from pdserve.core.worker import newest_field, used_features
 from pdserve.structured.checker import GrammarChecker
 from router.api.identity import new_request_id, number_of
 from router.api.request import SESSION_ID, GenerateInput, is_chat
 from router.core import events as ev
 from router.core.events import Submit
-from router.core.registry import Registry
+from router.core.registry import Registry, Worker
 from router.service.model import LengthLimit, ServedModel
 from router.service.prompts import PromptEncoder
 
@@ -231,30 +238,34 @@ def _check_correlation_id(given: str) -> None:
 
 
 def check_workers(spec: RequestSpec, registry: Registry) -> None:
-    """Raise `Unavailable` while a worker is linked that would ignore a field of the request, since it may be placed there."""
-    if registry.all_know_all_fields:
-        return
-    field, version = newest_field(spec)
-    if not field:
+    """Raise `Unavailable` while a worker is linked that would ignore a field of the request, since it may be placed there, and
+    `InvalidRequest` while the engine of one lacks a feature that the request uses."""
+    if not registry.limited:
         return
     for worker in registry:
-        if worker.link_version < version:
-            raise _lacks(worker.name, worker.link_version, field)
+        if (error := _lacking(spec, worker)) is not None:
+            raise error
 
 
 def unsendable(effect: ev.Command, registry: Registry) -> ev.RequestFailed | None:
     """Return the failure of a request that must not be sent to this worker, which has joined since the check. None: send it."""
-    if registry.all_know_all_fields or not isinstance(effect, ev.SendBind | ev.SendPrefill):
+    if not registry.limited or not isinstance(effect, ev.SendBind | ev.SendPrefill):
         return None
-    field, version = newest_field(effect.work.spec)
-    worker = registry.get(effect.link) if field else None
-    if worker is None or worker.link_version >= version:
-        return None
-    return ev.RequestFailed(effect.link, effect.work.handle, _lacks(worker.name, worker.link_version, field))
+    worker = registry.get(effect.link)
+    error = None if worker is None else _lacking(effect.work.spec, worker)
+    return None if error is None else ev.RequestFailed(effect.link, effect.work.handle, error)
 
 
-def _lacks(name: str, link_version: int, field: str) -> Unavailable:
-    return Unavailable(f"{field}: {name} speaks link version {link_version}, which lacks it: upgrade the worker")
+def _lacking(spec: RequestSpec, worker: Worker) -> PdserveError | None:
+    """Return the error of a request with a field that this worker would ignore, or with a feature that its engine lacks. None:
+    the worker can serve it."""
+    field, version = newest_field(spec)
+    if worker.link_version < version:
+        name, link_version = worker.name, worker.link_version
+        return Unavailable(f"{field}: {name} speaks link version {link_version}, which lacks it: upgrade the worker")
+    for feature in used_features(spec, worker.hello.refuses):
+        return InvalidRequest(f"{worker.name} runs {worker.hello.engine}, which cannot do this under pdserve", field=feature)
+    return None
 
 
 MAX_BLOCKS: Final = 2048

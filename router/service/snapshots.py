@@ -46,6 +46,7 @@ def cluster_snapshot(
         num_set_aside=len(aside),
         set_aside_counts=_by_worker(aside),
         exact=core.registry.exact,
+        foreign=core.registry.foreign,
         prefixes=_prefix_snapshot(core),
         picks=tuple(PickSnapshot(role, policy, why.value, count) for (role, policy, why), count in core.placer.picks.items()),
         ejections=tuple([EjectionSnapshot(role, cause.value, count) for (role, cause), count in core.health.ejections.items()]),

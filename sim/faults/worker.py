@@ -279,6 +279,7 @@ class SimWorker:
             tokenizer=TOKENIZER,
             max_model_len=self.shape.max_model_len,
             incarnation=self.incarnation,
+            transport=self._config.transfer.transport,
             transfer=self.transfer,
             agent_metadata=agent_metadata,
             address=self.address,

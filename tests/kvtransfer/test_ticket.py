@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.api import Region, TransferDevice
-from kvtransfer.ticket import MAX_TICKET_BYTES, InvalidTicket, Ticket, WrongTicket
+from kvtransfer.ticket import MAX_TICKET_BYTES, EngineTicket, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
@@ -40,20 +40,20 @@ GROUP_FIELDS = ("layers", "planes", "dtype", "window", "address", "num_blocks", 
 
 tickets = st.builds(
     lambda incarnation, host, port, layout, address, ids, tail, device, groups: Ticket(
-        Incarnation(incarnation),
-        1 + incarnation % 1000,
-        f"{host}:{port}",
-        KvSpec(tuple(dataclasses.replace(layout, layers=(1000 + g,) if g else layout.layers) for g in range(groups))),
-        tuple(
+        incarnation=Incarnation(incarnation),
+        lease_counter=1 + incarnation % 1000,
+        peer_address=f"{host}:{port}",
+        kv_spec=KvSpec(tuple(dataclasses.replace(layout, layers=(1000 + g,) if g else layout.layers) for g in range(groups))),
+        regions=tuple(
             Region(
                 address + g, max(ids) + 1, (dataclasses.replace(layout, layers=(1000,)) if g else layout).block_bytes, device
             )
             for g in range(groups)
         ),
-        (tuple(BlockId(i) for i in ids),) * groups,
-        (len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
-        bytes([tail % 256]) * 32,
-        tail % 2 == 0,
+        block_tables=(tuple(BlockId(i) for i in ids),) * groups,
+        prompt_len=(len(ids) - 1) * layout.block_size + 1 + tail % layout.block_size,
+        prompt_hash=bytes([tail % 256]) * 32,
+        checksums=tail % 2 == 0,
     ).with_mac(bytes([port % 256])),
     st.integers(0, (1 << 64) - 1),
     st.sampled_from(["localhost", "10.1.2.3", "[::1]", "worker-0.pool"]),
@@ -317,3 +317,53 @@ def test_each_field_counts_for_the_mac_and_for_the_proof(name: str) -> None:
 def test_only_the_lender_can_make_the_mac() -> None:
     assert TICKET.with_mac(SECRET) == TICKET
     assert TICKET.with_mac(b"another").proof != TICKET.proof
+
+
+ENGINE_TICKET = EngineTicket(
+    incarnation=Incarnation(0xFEDCBA9876543210),
+    lease_counter=3,
+    peer_address="127.0.0.1:40123",
+    prompt_len=33,
+    prompt_hash=prompt_hash(b"a prompt", "a salt"),
+    num_blocks=3,
+    params=b'{"remote_host": "127.0.0.1"}',
+).with_mac(SECRET)
+
+
+def test_a_ticket_of_engines_is_sealed_and_read_like_any_other():
+    read = EngineTicket.decode(ENGINE_TICKET.encode())
+    assert read == ENGINE_TICKET
+    assert read.proof == ENGINE_TICKET.proof
+    read.check_request(ENGINE_TICKET.lease_id, ENGINE_TICKET.prompt_hash)
+    with pytest.raises(WrongTicket, match="another prompt"):
+        read.check_request(ENGINE_TICKET.lease_id, prompt_hash(b"another", ""))
+    with pytest.raises(WrongTicket, match="of lease"):
+        read.check_request(LeaseId(TICKET.incarnation, 4), ENGINE_TICKET.prompt_hash)
+    changed = dataclasses.replace(ENGINE_TICKET, params=b"{}")
+    assert changed.proof != ENGINE_TICKET.proof
+
+
+def test_each_kind_of_worker_refuses_the_tickets_of_the_other():
+    with pytest.raises(IncompatiblePeer, match="version 1001"):
+        Ticket.decode(ENGINE_TICKET.encode())
+    with pytest.raises(IncompatiblePeer, match="version 3"):
+        EngineTicket.decode(TICKET.encode())
+
+
+@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("value", [None, -1, "x", b"x", 1 << 70, [], True])
+def test_a_ticket_of_engines_with_a_wrong_field_is_refused(place, value):
+    fields = list(msgpack.unpackb(ENGINE_TICKET.encode(), use_list=False))
+    if place == 7 and value == b"x":
+        return  # any bytes may be the engines' own
+    fields[place] = value if value != 1 << 70 else (1 << 64) - 1
+    if (place, value) in ((1, 1 << 70), (2, 1 << 70)):
+        return  # these numbers have 64 bits
+    with pytest.raises((InvalidTicket, IncompatiblePeer)):
+        EngineTicket.decode(msgpack.packb(fields))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_ticket_of_engines_are_refused(data):
+    with pytest.raises((InvalidTicket, IncompatiblePeer)):
+        EngineTicket.decode(data)

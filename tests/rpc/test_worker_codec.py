@@ -25,6 +25,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: NUMBERS,
     float: FLOATS,
     str: st.text(st.characters(codec="utf-8"), min_size=1),
+    tuple[str, ...]: st.lists(st.text(st.characters(codec="utf-8"), min_size=1)).map(tuple),
     Role: st.sampled_from(Role),
     ExpertLoad | None: st.none()
     | st.builds(

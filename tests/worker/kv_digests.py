@@ -18,5 +18,5 @@ def digests(blocks: torch.Tensor) -> list[str]:
 if __name__ == "__main__":
     worker = start(load(WorkerConfig, sys.argv[1]))
     for _ in sys.stdin:
-        print(json.dumps(digests(worker.kv.caches[0].tensor)), flush=True)
+        print(json.dumps(digests(worker.engine.kv.caches[0].tensor)), flush=True)
     worker.stop()

@@ -190,8 +190,8 @@ def test_blocks_after_the_transfer_equal_those_before_bit_for_bit(router, runnin
     prompt = prompt_of(160)  # whole blocks: decode writes its tokens into a block of its own
     bound, _, started = hand_off(router, pair, prompt)
     decode.wait_finished(bound)
-    theirs = [running[0].kv.caches[0].tensor[b] for b in Ticket.decode(started.ticket).block_tables[0]]
-    ours = list(running[1].kv.caches[0].tensor)
+    theirs = [running[0].engine.kv.caches[0].tensor[b] for b in Ticket.decode(started.ticket).block_tables[0]]
+    ours = list(running[1].engine.kv.caches[0].tensor)
     assert all(block.abs().sum() > 0 for block in theirs), "the prompt's KV was written"
     for block in theirs:
         assert any(torch.equal(block.view(torch.uint8), other.view(torch.uint8)) for other in ours)
@@ -331,7 +331,7 @@ def test_kv_that_is_no_number_fails_its_request_is_counted_and_is_found_by_nobod
         whole = undisturbed(router, decode, prompt, GREEDY)
         handle = router.bind(decode, prompt, long, local_prefill=True)
         decode.until(lambda: decode.tokens(handle))
-        worker.kv.caches[0].tensor.fill_(float("nan"))
+        worker.engine.kv.caches[0].tensor.fill_(float("nan"))
         failed = decode.wait("RequestFailed", handle)
         assert failed.reason == common_pb2.ERROR_REASON_NUMERICAL_ERROR
         assert "not finite numbers on worker n" in failed.message

@@ -46,7 +46,7 @@ def test_every_block_of_a_prompt_arrives_as_it_was(tmp_path):
             theirs = json.loads(child.stdout.readline())
             sent = [theirs[block] for block in Ticket.decode(started.ticket).block_tables[0]]
             assert len(set(sent)) == BLOCKS, "each block holds something of its own"
-            assert set(sent) <= set(digests(ours.kv.caches[0].tensor))
+            assert set(sent) <= set(digests(ours.engine.kv.caches[0].tensor))
         finally:
             ours.stop()
             child.communicate(timeout=60)

@@ -31,8 +31,7 @@ from pdserve.core.reader import Reader, SendCommit
 from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
-from pdserve.worker.host import region_of
-from pdserve.worker.process import StagedKv
+from pdserve.worker.own_engine import StagedKv, region_of
 
 SIZE = 4
 SPEC = KvSpec((KvGroup((0, 2), ((2, 16), (2, 16)), SIZE, "float32"), KvGroup((1,), ((1, 40),), SIZE, "bfloat16")))
@@ -139,7 +138,17 @@ async def world(
     sealed = tuple(BlockSums(cache.blocks)(table) for cache, table in zip(theirs.caches, THEIRS, strict=True))
     lease_id = link.table.grant(SeqId(1), their_tables, PROMPT_LEN, sums=((), ()), now_s=0)
     link.table.seal(lease_id, 0, sealed, now_s=0)
-    ticket = Ticket(LENDER, lease_id.counter, "host:1", spec, lent, their_tables, PROMPT_LEN, prompt_hash(b"", ""), True)
+    ticket = Ticket(
+        incarnation=LENDER,
+        lease_counter=lease_id.counter,
+        peer_address="host:1",
+        kv_spec=spec,
+        regions=lent,
+        block_tables=their_tables,
+        prompt_len=PROMPT_LEN,
+        prompt_hash=prompt_hash(b"", ""),
+        checksums=True,
+    )
     ticket = Ticket.decode(ticket.with_mac(b"secret").encode())
     link.table.expect(lease_id, ticket.proof)
     lease = FollowedLease(lease_id, PROMPT_LEN, ticket.proof, link)

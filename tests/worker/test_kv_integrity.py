@@ -88,7 +88,7 @@ def pair():
 
 
 def flip(worker: RunningWorker, block: int) -> None:
-    worker.kv.caches[0].blocks[block, 77] ^= 1
+    worker.engine.kv.caches[0].blocks[block, 77] ^= 1
 
 
 def test_kv_that_rots_on_its_lender_is_never_decoded_from_and_not_lent_again(pair):
@@ -138,10 +138,10 @@ def test_two_tickets_that_the_router_mixes_up_activate_nothing(pair):
     started = [pair.compute(prompt) for prompt in prompts]
     for i, prompt in enumerate(prompts):
         bound = pair.bind(prompt)
-        before = pair.reader.kv.caches[0].blocks.clone()
+        before = pair.reader.engine.kv.caches[0].blocks.clone()
         pair.router.attach(pair.decode, bound, started[1 - i])
         assert pair.failure(bound) == "LEASE_GONE"
-        assert (pair.reader.kv.caches[0].blocks == before).all()
+        assert (pair.reader.engine.kv.caches[0].blocks == before).all()
     for i, prompt in enumerate(prompts):
         pair.router.attach(pair.decode, bound := pair.bind(prompt), started[i])
         assert pair.decoded(bound) == pair.right(prompt)

@@ -13,7 +13,7 @@ from pdserve.checkpoint.card import KV_DTYPES
 from pdserve.core.kv_layout import gqa_group
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.convert import convert_blocks
-from pdserve.worker.process import StagedKv, most_staged_bytes
+from pdserve.worker.own_engine import StagedKv, most_staged_bytes
 
 LAYOUT = gqa_group(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="bfloat16")
 STAGED, LOCAL = (5, 0, 2), (7, 1, 3)

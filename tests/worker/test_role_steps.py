@@ -62,6 +62,7 @@ def bench(make_role: Callable[[Host], HostedRole]) -> Bench:
         tokenizer=TOKENIZER,
         max_model_len=MAX_MODEL_LEN,
         incarnation=Incarnation(7),
+        transport="nixl",
         transfer=cast(Any, None),
         agent_metadata=b"",
         address="w:1",

@@ -217,7 +217,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., quarantined: _Optional[int] = ..., unaccounted: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "model_digest", "numerics", "isa", "held_tokens")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "model_digest", "numerics", "isa", "engine", "refuses", "undivided", "held_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,9 @@ class WorkerHello(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     ISA_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    REFUSES_FIELD_NUMBER: _ClassVar[int]
+    UNDIVIDED_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
@@ -275,11 +278,14 @@ class WorkerHello(_message.Message):
     model_digest: str
     numerics: str
     isa: str
+    engine: str
+    refuses: _containers.RepeatedScalarFieldContainer[str]
+    undivided: _containers.RepeatedScalarFieldContainer[str]
     held_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[str] = ..., isa: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[str] = ..., isa: _Optional[str] = ..., engine: _Optional[str] = ..., refuses: _Optional[_Iterable[str]] = ..., undivided: _Optional[_Iterable[str]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "prompt_steps", "decode_steps", "uptime_s", "experts")
+    __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "foreign_blocks", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "prompt_steps", "decode_steps", "uptime_s", "experts")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +296,7 @@ class WorkerLoad(_message.Message):
     PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    FOREIGN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUMERICAL_ERRORS_FIELD_NUMBER: _ClassVar[int]
     LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
     KV_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +325,7 @@ class WorkerLoad(_message.Message):
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     engine_stalled_s: float
+    foreign_blocks: int
     numerical_errors: int
     last_handle: int
     kv_corrupt_blocks: int
@@ -336,7 +344,7 @@ class WorkerLoad(_message.Message):
     decode_steps: int
     uptime_s: float
     experts: ExpertLoad
-    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prompt_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., prompt_flops: _Optional[float] = ..., decode_read_bytes: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running_sequences: _Optional[int] = ..., leases_held: _Optional[int] = ..., loop_lag_ms: _Optional[float] = ..., draining: _Optional[bool] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., engine_stalled_s: _Optional[float] = ..., foreign_blocks: _Optional[int] = ..., numerical_errors: _Optional[int] = ..., last_handle: _Optional[int] = ..., kv_corrupt_blocks: _Optional[int] = ..., kv_rotted_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., max_num_batched_tokens: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., prompt_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., prompt_flops: _Optional[float] = ..., decode_read_bytes: _Optional[float] = ..., max_num_seqs: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., decode_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., experts: _Optional[_Union[ExpertLoad, _Mapping]] = ...) -> None: ...
 
 class ExpertLoad(_message.Message):
     __slots__ = ("choices", "imbalance", "worst_imbalance", "hottest")

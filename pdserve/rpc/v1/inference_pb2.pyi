@@ -188,7 +188,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id", "exact", "slo_class", "ttft_met", "tpot_met", "predicted_ttft_s")
+    __slots__ = ("placement", "placement_reason", "prefill_worker", "decode_worker", "queue_s", "reserve_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "kv_bytes", "transfer_s", "commit_s", "exposed_transfer_s", "attempts", "binds", "prefill_start_s", "prefill_end_s", "kv_committed_s", "first_decode_s", "request_id", "correlation_id", "exact", "foreign", "slo_class", "ttft_met", "tpot_met", "predicted_ttft_s")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_REASON_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class RequestReport(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CORRELATION_ID_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    FOREIGN_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MET_FIELD_NUMBER: _ClassVar[int]
     TPOT_MET_FIELD_NUMBER: _ClassVar[int]
@@ -239,11 +240,12 @@ class RequestReport(_message.Message):
     request_id: str
     correlation_id: str
     exact: bool
+    foreign: bool
     slo_class: str
     ttft_met: bool
     tpot_met: bool
     predicted_ttft_s: float
-    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., request_id: _Optional[str] = ..., correlation_id: _Optional[str] = ..., exact: _Optional[bool] = ..., slo_class: _Optional[str] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, placement: _Optional[_Union[_common_pb2.Placement, str]] = ..., placement_reason: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., queue_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., attempts: _Optional[int] = ..., binds: _Optional[int] = ..., prefill_start_s: _Optional[float] = ..., prefill_end_s: _Optional[float] = ..., kv_committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., request_id: _Optional[str] = ..., correlation_id: _Optional[str] = ..., exact: _Optional[bool] = ..., foreign: _Optional[bool] = ..., slo_class: _Optional[str] = ..., ttft_met: _Optional[bool] = ..., tpot_met: _Optional[bool] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "cancel_token")
@@ -330,7 +332,7 @@ class GetClusterStateRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "classes", "demand", "scaling", "next_page_token", "num_set_aside_pairs", "set_aside_counts", "poisoned_workers")
+    __slots__ = ("router_incarnation", "queued_requests", "running_requests", "workers", "set_aside_pairs", "block_size", "exact", "foreign", "classes", "demand", "scaling", "next_page_token", "num_set_aside_pairs", "set_aside_counts", "poisoned_workers")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +340,7 @@ class GetClusterStateResponse(_message.Message):
     SET_ASIDE_PAIRS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    FOREIGN_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     DEMAND_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +355,7 @@ class GetClusterStateResponse(_message.Message):
     set_aside_pairs: _containers.RepeatedCompositeFieldContainer[SetAsidePair]
     block_size: int
     exact: bool
+    foreign: bool
     classes: _containers.RepeatedCompositeFieldContainer[ClassState]
     demand: Demand
     scaling: _scaling_pb2.ScalingState
@@ -359,7 +363,7 @@ class GetClusterStateResponse(_message.Message):
     num_set_aside_pairs: int
     set_aside_counts: _containers.RepeatedCompositeFieldContainer[SetAsideCount]
     poisoned_workers: _containers.RepeatedCompositeFieldContainer[PoisonedWorker]
-    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., scaling: _Optional[_Union[_scaling_pb2.ScalingState, _Mapping]] = ..., next_page_token: _Optional[str] = ..., num_set_aside_pairs: _Optional[int] = ..., set_aside_counts: _Optional[_Iterable[_Union[SetAsideCount, _Mapping]]] = ..., poisoned_workers: _Optional[_Iterable[_Union[PoisonedWorker, _Mapping]]] = ...) -> None: ...
+    def __init__(self, router_incarnation: _Optional[int] = ..., queued_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., set_aside_pairs: _Optional[_Iterable[_Union[SetAsidePair, _Mapping]]] = ..., block_size: _Optional[int] = ..., exact: _Optional[bool] = ..., foreign: _Optional[bool] = ..., classes: _Optional[_Iterable[_Union[ClassState, _Mapping]]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., scaling: _Optional[_Union[_scaling_pb2.ScalingState, _Mapping]] = ..., next_page_token: _Optional[str] = ..., num_set_aside_pairs: _Optional[int] = ..., set_aside_counts: _Optional[_Iterable[_Union[SetAsideCount, _Mapping]]] = ..., poisoned_workers: _Optional[_Iterable[_Union[PoisonedWorker, _Mapping]]] = ...) -> None: ...
 
 class PoisonedWorker(_message.Message):
     __slots__ = ("worker_id", "pid")

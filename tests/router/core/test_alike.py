@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -201,7 +202,7 @@ def test_likeness_costs_no_load_and_no_prefix_and_no_claim_and_no_health(
     spec = RequestSpec(tuple(range(13)), SamplingParams(max_tokens=3))
     request = LiveRequest.of(ev.Submit(RequestId("r"), spec, 0.0, 100.0, prefix_keys=KEYS), 0)
     if computed:
-        request.computed_by(computed)
+        request.computed_by(replace(one.hello, numerics=computed))
     stage.core.pools.refresh()
     reader = LinkId(len(stage.peers))
     for role in Role:

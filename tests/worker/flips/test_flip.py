@@ -89,10 +89,10 @@ def test_a_flip_keeps_process_weights_and_pool_and_nothing_of_the_old_life(clust
     """(1) A prefill worker lends a prompt and flips. (2) It is the same process with the same weights and pool. (3) Its lease
     is gone for a reader that comes late. (4) The prompt's blocks are hits, and the output is the same."""
     prompt, worker = prompt_of(100, seed=1), cluster.running["p"]
-    compiler = worker._grammars._compiler
+    compiler = worker.engine._grammars._compiler
     assert compiler is not None, "the vocabulary is read before the first constraint comes"
     right, _ = cluster.hand_off("p", "d", prompt)
-    before, model, pool = cluster["p"], worker._runner._model, worker.kv.caches[0].address
+    before, model, pool = cluster["p"], worker.engine.runner._model, worker.engine.kv.caches[0].address
     cluster["d"].wait("Reserved", late := cluster.router.bind(cluster["d"], prompt_of(90, seed=2), GREEDY))
     lent = cluster.router.prefill(before, prompt_of(90, seed=2), GREEDY)
     started = before.wait("PrefillStarted", lent)
@@ -100,9 +100,9 @@ def test_a_flip_keeps_process_weights_and_pool_and_nothing_of_the_old_life(clust
     after = cluster.flip("p", DECODE)
     assert (after.hello.pid, after.hello.flips) == (before.hello.pid, 1)
     assert after.hello.address != before.hello.address
-    assert worker._runner._model is model
-    assert worker.kv.caches[0].address == pool
-    assert worker._grammars._compiler is compiler
+    assert worker.engine.runner._model is model
+    assert worker.engine.kv.caches[0].address == pool
+    assert worker.engine._grammars._compiler is compiler
 
     cluster.router.attach(cluster["d"], late, started)
     failed = cluster["d"].wait("RequestFailed", late)

@@ -83,6 +83,7 @@ class Bench:
             tokenizer=TOKENIZER,
             max_model_len=MAX_MODEL_LEN,
             incarnation=Incarnation(7),
+            transport="nixl",
             transfer=cast(Any, self.transfer),
             agent_metadata=b"",
             address="w:1",

@@ -1,0 +1,202 @@
+"""Clusters of workers that drive servers of vLLM, under a real router: what users get, and what faults cost.
+
+The stand-ins give each prompt one right output, so a wrong KV, a lost token and a token that comes twice are all seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from stand_ins import engine, expected, prompt_of
+
+from pdserve.config import EngineConfig, RouterConfig
+from pdserve.rpc.v1 import common_pb2
+from testkit.client import Answer, generate_all, request
+from testkit.processes import Place, ProcessCluster
+
+pytestmark = pytest.mark.cluster
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+LENGTHS = (1, 15, 16, 17, 32, 40, 100, 200)
+PROMPTS = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS * 3)]
+
+
+def check(answers: list[Answer], max_tokens: int = 12) -> None:
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.ids == expected(prompt, max_tokens)
+
+
+def ask_all(cluster: ProcessCluster, concurrency: int, max_tokens: int = 12) -> list[Answer]:
+    messages = [request(prompt, max_tokens=max_tokens, **GREEDY) for prompt in PROMPTS]
+    return generate_all(cluster.grpc, messages, concurrency)
+
+
+def test_prompts_go_where_their_beginnings_are() -> None:
+    """The engines tell of the blocks that they share, in hashes of their own; the router finds them by its names of prompts."""
+    beginnings = [prompt_of(160, seed) for seed in range(6)]
+    with ProcessCluster(engine(prefix_caching=True), prefill=2, decode=2) as cluster:
+
+        def ask(number: int) -> list[Answer]:
+            prompts = [[*beginning, 9, number] for beginning in beginnings]
+            return generate_all(cluster.grpc, [request(one, max_tokens=4, **GREEDY) for one in prompts], 1)
+
+        def shared(state: object) -> bool:
+            return sum(worker.load.blocks.cached for worker in state.workers) >= 2 * 6 * 9  # type: ignore[attr-defined]
+
+        before = ask(0)
+        cluster.wait_state(shared)
+        time.sleep(1.5)  # two heartbeats: the keys follow each of them
+        after = ask(1)
+        places = [[(a.report.prefill_worker, a.report.decode_worker) for a in answers] for answers in (before, after)]
+        assert places[0] == places[1]
+        assert len({worker for worker, _ in places[0]}) == 2, "both have some"
+
+
+def servers_of(cluster: ProcessCluster, name: str) -> list[psutil.Process]:
+    """The guard of a worker's server, and the server."""
+    return psutil.Process(cluster.processes[name].popen.pid).children(recursive=True)
+
+
+def test_a_cluster_serves_as_one_server_would_and_says_that_it_is_foreign() -> None:
+    with ProcessCluster(engine(), decode=2) as cluster:
+        state = cluster.state()
+        assert (state.foreign, state.exact) == (True, False)
+        assert {worker.hello.engine for worker in state.workers} == {"vllm 0.32.0"}
+        alone, together = ask_all(cluster, 1), ask_all(cluster, 24)
+        check(alone)
+        check(together)
+        assert {(a.report.foreign, a.report.exact) for a in alone} == {(True, False)}
+        assert {a.report.placement for a in alone} == {common_pb2.PLACEMENT_DISAGGREGATED}
+        penalised = request(PROMPTS[5], max_tokens=6, presence_penalty=0.5, **GREEDY)
+        (answer,) = generate_all(cluster.grpc, [penalised])
+        assert (answer.report.placement, answer.report.placement_reason) == (common_pb2.PLACEMENT_COLOCATED, "undivided")
+        apart = request(PROMPTS[5], common_pb2.PLACEMENT_DISAGGREGATED, max_tokens=6, presence_penalty=0.5, **GREEDY)
+        with pytest.raises(BaseExceptionGroup) as refused:
+            generate_all(cluster.grpc, [apart])
+        assert "presence_penalty" in str(refused.value.exceptions[0])
+        unknown = request(PROMPTS[5], max_tokens=6, prompt_logprobs=1, **GREEDY)
+        with pytest.raises(BaseExceptionGroup) as refused:
+            generate_all(cluster.grpc, [unknown])
+        assert "prompt_logprobs" in str(refused.value.exceptions[0])
+
+
+def test_streams_go_on_when_one_of_two_decode_workers_is_killed() -> None:
+    with ProcessCluster(engine(step_s=0.02), decode=2) as cluster:
+        server = servers_of(cluster, "decode-0")
+        assert len(server) == 2
+        killer = threading.Timer(1.0, cluster.processes["decode-0"].kill)
+        killer.start()
+        answers = ask_all(cluster, 24, max_tokens=100)
+        killer.join()
+        check(answers, 100)
+        assert any(answer.report.attempts > 1 for answer in answers), "nobody was on it"
+        _gone, left = psutil.wait_procs(server, timeout=10)
+        assert not left, "the server outlives its worker"
+
+
+def test_the_loss_of_the_only_decode_worker_is_a_typed_error() -> None:
+    with ProcessCluster(engine(step_s=0.05), router=RouterConfig(recovery_wait_s=1.0)) as cluster:
+        threading.Timer(1.0, cluster.processes["decode-0"].kill).start()
+        with pytest.raises(BaseExceptionGroup) as lost:
+            ask_all(cluster, 24, max_tokens=200)
+        assert {exc.code() for exc in lost.value.exceptions} <= {grpc.StatusCode.UNAVAILABLE}
+
+
+FAULTS = ["die_at", "error_at", "cut_at", "short_at", "long_at", "nonsense_at", "blocks_short_at"]
+
+
+@pytest.mark.quick("decode-die_at", "prefill-blocks_short_at", "decode-cut_at")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_an_engine_that_misbehaves_costs_nobody_a_token(pool: str, fault: str) -> None:
+    """The fourth request at one of two engines goes wrong, after the probes of the start. The KV of what goes wrong at its
+    reader stays for vLLM's own time."""
+    place = Place(worker={"engine": engine(lease_s=1.0, **{fault: 4})})
+    with ProcessCluster(engine(lease_s=1.0), prefill=2, decode=2, places={f"{pool}-0": place}) as cluster:
+        check(ask_all(cluster, 8))
+        if fault == "die_at":
+            cluster.processes[f"{pool}-0"].popen.wait(30)
+        cluster.heal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_an_engine_that_hangs_is_given_up(pool: str) -> None:
+    """It tells its load, and answers one request never."""
+    place = Place(worker={"engine": engine(hang_at=4, step_timeout_s=2.0)})
+    with ProcessCluster(engine(lease_s=1.0), prefill=2, decode=2, places={f"{pool}-0": place}) as cluster:
+        check(ask_all(cluster, 8))
+        cluster.processes[f"{pool}-0"].popen.wait(30)
+        cluster.heal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["bad_metrics", "silent_metrics"])
+def test_an_engine_whose_load_is_unknown_is_given_up(fault: str) -> None:
+    place = Place(worker={"engine": engine(step_timeout_s=2.0, **{fault: True})})
+    with ProcessCluster(engine(), decode=2, places={"decode-0": place}) as cluster:
+        check(ask_all(cluster, 8))
+        worker = cluster.processes["decode-0"]
+        worker.popen.wait(30)
+        assert "load" in worker.log()
+        cluster.move("decode-0", Place())
+        cluster.heal()
+
+
+def why_never_whole(cluster: ProcessCluster) -> str:
+    """Return what the members of a cluster say that never has all its workers."""
+    cluster.wait_whole = lambda timeout_s=5.0: ProcessCluster.wait_whole(cluster, 5.0)  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError) as never:
+        cluster.__enter__()
+    return str(never.value)
+
+
+def test_engines_of_two_releases_are_no_pair() -> None:
+    place = Place(worker={"engine": engine(release="0.33.0")})
+    assert "digest" in why_never_whole(ProcessCluster(engine(), places={"decode-0": place}))
+
+
+def test_a_pool_of_pdserve_beside_a_pool_of_vllm_is_refused() -> None:
+    own = EngineConfig(model="tiny", threads=1, max_model_len=512)
+    mixed = ProcessCluster(engine(), places={"decode-0": Place(worker={"engine": own})})
+    assert "KV layouts differ" in why_never_whole(mixed)
+
+
+def test_a_server_that_runs_already_is_used_and_left_alone(tmp_path: Path) -> None:
+    with ProcessCluster(engine(), prefill=0) as cluster:
+        (_guard, server) = servers_of(cluster, "decode-0")
+        port = server.cmdline()[server.cmdline().index("--port") + 1]
+        named = replace(engine(), vllm=type(engine().vllm)(url=f"http://127.0.0.1:{port}"))
+        with ProcessCluster(named, prefill=0) as attached:
+            check(ask_all(attached, 8))
+        assert server.is_running()
+        wrong = replace(named, model="default")
+        with pytest.raises(RuntimeError, match="name the same model"), ProcessCluster(wrong, prefill=0):
+            pass
+        check(ask_all(cluster, 8))
+
+
+def test_without_vllm_a_worker_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing = replace(engine(), vllm=type(engine().vllm)())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(RuntimeError, match="make setup-vllm"), ProcessCluster(missing, prefill=0):
+        pass
+
+
+def test_a_cancelled_stream_stops_at_its_server() -> None:
+    with ProcessCluster(engine(step_s=0.02)) as cluster:
+        with grpc.insecure_channel(cluster.grpc) as channel:
+            from pdserve.rpc.v1 import inference_pb2_grpc
+
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(request(PROMPTS[6], max_tokens=400, **GREEDY))
+            next(iter(call))
+            call.cancel()
+        began_s = time.monotonic()
+        cluster.assert_empty()
+        assert time.monotonic() - began_s < 20, "vLLM's own time for KV without a reader is 30 s"
