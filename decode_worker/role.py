@@ -23,12 +23,13 @@ from kvtransfer.lease_client import FollowedLease, LeaseClient
 from kvtransfer.pull import PrefillStalled, Pull, PullResult
 from kvtransfer.thread import BlockSource, PoolSource
 from kvtransfer.ticket import Ticket
-from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import BlockTables, count_blocks
 from pdserve.core.errors import IncompatiblePeer, InternalBug, KvCorrupt, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import Handle, LeaseId, ReaderId
 from pdserve.core.kv_layout import Shortage
+from pdserve.core.lease import FirstToken
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.sampling import FinishReason
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.observe.story import Value
@@ -42,6 +43,8 @@ from pdserve.worker.host import (
     WorkKind,
     fail_foreign,
     failed,
+    is_direct,
+    named,
     refuse,
 )
 from pdserve.worker.messages import Abort, Activate, DiscardKv, EndQuarantine, Reserve, ReserveResult, StepEvents
@@ -57,6 +60,7 @@ class BoundRequest(RoleRequest):
     reader_id: ReaderId
     deadline_s: float
     local_prefill: bool
+    constrained: bool
     prompt_ids: tuple[int, ...]
     """The prompt, and the output of earlier attempts."""
     inbound: InboundBlocks | InboundEngineKv | None = None
@@ -136,10 +140,11 @@ class DecodeRole(HostedRole[BoundRequest]):
             request_id=command.request_id,
             seq_id=seq_id,
             reader_id=ReaderId(self._host.incarnation, self._binds),
-            prompt_hash=prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt),
+            prompt_hash=named(command, spec),
             prompt_len=prompt_len,
             deadline_s=command.deadline_s,
             local_prefill=command.local_prefill,
+            constrained=spec.constraint is not None,
             prompt_ids=(*spec.prompt_ids, *resumed),
             output=OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends),
         )
@@ -224,13 +229,12 @@ class DecodeRole(HostedRole[BoundRequest]):
             transfer_ms=_ms(pulled.transfer_s),
         )
         self.note(request, WorkKind.COMMITTED, commit_ms=_ms(pulled.commit_s), exposed_ms=_ms(pulled.exposed_s))
-        if pulled.first_token.finish_reason is not None:
-            self._forget(request)  # token 0 ended the request, which the router has seen as well
+        if self._ends_at(request, pulled.first_token):
+            self._forget(request)
             self._host.submit(Abort(request.seq_id))
             if kv is not None and kv.params:
                 self._host.submit(DiscardKv(request.prompt_ids, kv))
             return
-        request.output.skip(pulled.first_token.token_id)  # its row came from prefill; the text state goes on
         self._host.submit(Activate(request.seq_id, pulled.first_token.token_id, kv))
         committed = decode_pb2.KvCommitted(
             handle=request.handle,
@@ -240,6 +244,18 @@ class DecodeRole(HostedRole[BoundRequest]):
             exposed_transfer_s=pulled.exposed_s,
         )
         self._host.send(link_pb2.WorkerMessage(kv_committed=committed))
+
+    def _ends_at(self, request: BoundRequest, first: FirstToken) -> bool:
+        """Add token 0 to the output, and tell whether it ends the request. The router has its row from prefill. To nobody else
+        has it been told, so a direct request gets its row here."""
+        if not is_direct(request.handle):
+            if first.finish_reason is None:
+                request.output.skip(first.token_id)  # the text state goes on
+            return first.finish_reason is not None
+        ended = request.constrained and first.finish_reason is FinishReason.STOP
+        row = request.output.push_first(first.token_id, ended=ended, room=self._host.max_model_len - request.prompt_len)
+        self._host.send(link_pb2.WorkerMessage(step_batch=link_pb2.StepBatch(rows=[row])))
+        return bool(row.finish_reason)
 
     def _token(self, request: BoundRequest, token: OutputToken) -> link_pb2.StepRow:
         row = request.output.push(*token[1:])

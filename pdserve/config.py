@@ -68,6 +68,7 @@ KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 
 _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
+_NOT_FOREIGN: Final = "only workers with the backend pdserve serve OpenEngine; a server of vLLM has interfaces of its own"
 _URL: Final = re.compile(r"http://[^\s/@]+:[0-9]{1,5}/?")
 _HOST: Final = re.compile(r"\*|[a-z0-9_.-]+")
 _HEADER: Final = re.compile(r"header:[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # a name that HTTP and gRPC both carry
@@ -434,6 +435,9 @@ class PoolConfig:
     # A worker is restarted so many times within an hour. After one more death it rests for a minute, then for two, and at last
     # for an hour. Deaths that follow the first one of a poison request do not count.
     max_restarts_per_hour: NonNegativeInt = 6
+    # Workers of the pool serve OpenEngine, for control planes other than our router: worker 0 at this port, worker 1 at the
+    # next one, and so on. 0 takes any free ports, which the workers' logs tell. None serves it nowhere.
+    openengine_port: Port | None = None
     # These settings replace those of the section `engine` for this pool, such as {kv_cache_dtype: int8}.
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -544,6 +548,8 @@ class ClusterConfig:
             )
         for name, pool, engine in (("prefill", self.prefill, prefill), ("decode", self.decode, decode)):
             _check_gpus(name, self.gpus, pool.num_gpus, engine)
+            if pool.openengine_port is not None and engine.backend != "pdserve":
+                raise ConfigError(f"{name}.openengine_port: {_NOT_FOREIGN}")
             if engine.vllm.url and pool.most > 1:
                 raise ConfigError(
                     f"{name}.engine.vllm.url is one server, which serves one worker: set {name}.max_replicas to 1, or leave "
@@ -588,6 +594,7 @@ class WorkerConfig:
     """The settings with which one worker process is started."""
 
     worker_id: str
+    # The worker connects to the link port of this router. Empty: it has none, and gets its requests by OpenEngine alone.
     router_address: str
     engine: EngineConfig = field(default_factory=EngineConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
@@ -597,6 +604,9 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     # Other workers connect to this port. 0 takes any free port.
     port: Port = 0
+    # The worker serves OpenEngine at this port of `host`, for control planes other than our router. 0 takes any free port.
+    # None serves it nowhere.
+    openengine_port: Port | None = None
     # True lets `host` be an address that others reach. Whoever reaches the transport there can write into KV.
     allow_public_bind: bool = False
     # Other workers are told to connect to this address. None takes `host`.
@@ -615,6 +625,10 @@ class WorkerConfig:
         check_types(self)
         check_not_under(self, "router_lost_s", "heartbeat_interval_s", times=BEATS_TO_LOSE)
         check_token(self.cluster_token, self.host, "host")
+        if not self.router_address and self.openengine_port is None:
+            raise ConfigError("router_address is empty and openengine_port is not set: nobody could give the worker a request")
+        if self.openengine_port is not None and self.engine.backend != "pdserve":
+            raise ConfigError(f"openengine_port: {_NOT_FOREIGN}")
 
 
 @dataclass(frozen=True, slots=True)

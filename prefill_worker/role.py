@@ -18,9 +18,8 @@ from typing import Final
 
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.ticket import EngineTicket, LeaseTicket, Ticket
-from pdserve.core.block_hash import prompt_hash
 from pdserve.core.block_pools import count_blocks
-from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.core.errors import LeaseGone, PdserveError, Unavailable
 from pdserve.core.ids import Handle, LeaseId, SeqId
 from pdserve.core.lease import FirstToken, LeaseState, LeaseTable
 from pdserve.core.request_spec import RequestSpec
@@ -37,6 +36,8 @@ from pdserve.worker.host import (
     WorkKind,
     fail_foreign,
     failed,
+    is_direct,
+    named,
     refuse,
 )
 from pdserve.worker.messages import Abort, AddLent, EngineKv, Lent, Rehash, Rehashed, ReturnLease, Sealed, StepEvents
@@ -148,12 +149,11 @@ class PrefillRole(HostedRole[LentRequest]):
         self._host.submit(AddLent(seq_id, spec, resumed, grammar))
         ends, tokenizer = self._host.card.eos_token_ids, self._host.tokenizer
         output = OutputStream(handle, tokenizer, spec.prompt_ids, spec.sampling, resumed, eos_token_ids=ends)
-        name = prompt_hash(command.spec.prompt_ids + command.resumed_ids, spec.cache_salt)
         request = LentRequest(
             handle=handle,
             request_id=command.request_id,
             seq_id=seq_id,
-            prompt_hash=name,
+            prompt_hash=named(command, spec),
             prompt_len=len(spec.prompt_ids) + len(resumed),
             output=output,
         )
@@ -259,6 +259,7 @@ class PrefillRole(HostedRole[LentRequest]):
     def _advance(self, request: LentRequest, advance: Advance) -> None:
         computed = advance.computed
         if request.lease_id is not None and computed < request.prompt_len:
+            self._keep(request, request.lease_id)
             self._leases.publish(self._table.advance(request.lease_id, computed, None, now_s=self._clock()))
             self.note(request, WorkKind.COMPUTED, tokens=computed)
 
@@ -269,11 +270,17 @@ class PrefillRole(HostedRole[LentRequest]):
         """
         if request.lease_id is None:
             return None
+        self._keep(request, request.lease_id)
         row = request.output.push(*token[1:])
         first = FirstToken(token.token_id, codec.finish_from_wire(row.finish_reason))
         self._leases.publish(self._table.advance(request.lease_id, request.prompt_len, first, now_s=self._clock()))
         self.note(request, WorkKind.FIRST_TOKEN)
         return row
+
+    def _keep(self, request: LentRequest, lease_id: LeaseId) -> None:
+        """Renew the lease of a direct request, which has no reader before its last advance."""
+        if is_direct(request.handle):
+            self._table.renew(lease_id, now_s=self._clock())
 
     def _return_leases(self) -> None:
         """Give the references of every ended lease back, exactly once, and forget its request.
@@ -283,6 +290,8 @@ class PrefillRole(HostedRole[LentRequest]):
         for lease in self._leases.take_returned():
             request = self._by_seq.pop(lease.seq_id)
             self._by_handle.pop(request.handle, None)
+            if is_direct(request.handle):  # a router hears of it from the reader
+                self._host.send(failed(request.handle, LeaseGone(f"the lease has ended: {lease.state.value}")))
             self._host.submit(Abort(lease.seq_id))
             self._cancelled.pop(lease.lease_id, None)
             self._host.submit(ReturnLease(lease.seq_id, read=request.kv is None or lease.state is LeaseState.COMMITTED))

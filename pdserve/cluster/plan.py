@@ -32,6 +32,7 @@ PLACE: Final = ("num_cpus", "num_gpus", "resources", "labels")
 """The settings of a pool that say which node has room for its workers. A worker that changes its role stays on its node."""
 PASSIVE: Final[Mapping[str, str]] = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
 """Threads of OpenMP that wait passively leave the core to other workers."""
+MAX_PORT: Final = 65535
 LOCAL_HOST: Final = "127.0.0.1"
 """The address of a private Ray and of its router."""
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
@@ -114,6 +115,7 @@ class Blueprint:
             lease=config.lease,
             transfer=config.transfer,
             cluster_token=self.cluster_token,
+            openengine_port=openengine_port(config, worker_id),
             advertise_host=config.advertise_host,
             heartbeat_interval_s=config.router.heartbeat_interval_s,
             router_lost_s=config.router.heartbeat_lost_s,
@@ -155,6 +157,18 @@ class Blueprint:
         ]
         shares = shares_of([plan.needs for plan in plans], nodes)
         return tuple(dataclasses.replace(plan, share=share) for plan, share in zip(plans, shares, strict=True))
+
+
+def openengine_port(config: ClusterConfig, worker_id: str) -> int | None:
+    """Return the port at which a worker serves OpenEngine. None: it does not. It goes by the worker's id, such as "prefill-0",
+    and stays when the worker changes its role. Raises `ConfigError` if there is none left."""
+    pool, index, _ = _by_index(worker_id)
+    first = (config.prefill if pool == PREFILL else config.decode).openengine_port
+    if not first:
+        return first
+    if first + index > MAX_PORT:
+        raise ConfigError(f"{pool}.openengine_port is {first}, which leaves no port for worker {worker_id!r}")
+    return first + index
 
 
 def configured_sizes(config: ClusterConfig) -> PoolSizes:

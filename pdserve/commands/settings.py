@@ -109,6 +109,13 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Port for `pdserve status`, `drain`, `flip` and `scale` (default 50053); 0 takes any free port.",
     ),
     (("--link-port",), "router.link_port", PORT, "Port at which workers connect to the router (default 0: any free port)."),
+    (
+        ("--prefill-openengine-port",),
+        "prefill.openengine_port",
+        PORT,
+        "Port at which worker prefill-0 serves OpenEngine; prefill-1 takes the next one (default: none).",
+    ),
+    (("--decode-openengine-port",), "decode.openengine_port", PORT, "The same of decode workers."),
     (("--max-model-len",), "engine.max_model_len", POSITIVE, "Limit of the tokens of one request, prompt and output."),
     (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Limit of the sequences that one worker runs at the same time."),
     (

@@ -43,9 +43,10 @@ def chain_salt(model_salt: bytes, cache_salt: str) -> bytes:
     return encode_parts(model_salt, _salt_bytes(cache_salt))
 
 
-def prompt_hash(prompt_ids: bytes, cache_salt: str) -> bytes:
-    """Return the hash that names a whole prompt with its salt. `prompt_ids` are little-endian uint32, as on the wire."""
-    content = encode_parts(_salt_bytes(cache_salt), prompt_ids)
+def prompt_hash(prompt_ids: bytes, cache_salt: str, form: bytes = b"") -> bytes:
+    """Return the hash that names a whole prompt with its salt. `prompt_ids` are little-endian uint32, as on the wire. `form`
+    names the constraint of an output that goes on elsewhere under the same one. Empty: the hash is of the prompt alone."""
+    content = encode_parts(_salt_bytes(cache_salt), prompt_ids, *([form] if form else []))
     return blake2b(content, digest_size=PROMPT_HASH_BYTES, person=b"pdserve prompt").digest()
 
 

@@ -20,6 +20,8 @@ Incarnation = NewType("Incarnation", int)
 the next flip. Messages of an earlier life carry another number and are refused."""
 Handle = NewType("Handle", int)
 """A number that names one (request, attempt, bind) on one link. A router incarnation never uses a handle twice."""
+FIRST_DIRECT_HANDLE: Final = Handle(1 << 63)
+"""Handles from this one on name direct requests, which a worker takes at a port of its own. Routers count theirs from 1."""
 SeqId = NewType("SeqId", int)
 """A number that names one sequence in one engine. An engine never uses a number twice."""
 

@@ -1,3 +1,3 @@
 """Protocol code: generated stubs (`v1`), codecs between wire and core types, and errors on the wire."""
 
-__all__ = ["beats", "bundle", "channel", "codec", "server", "status", "v1", "witness"]
+__all__ = ["beats", "bundle", "channel", "codec", "malformed", "server", "status", "v1", "witness"]

@@ -87,9 +87,9 @@ class Compilations:
             task.cancel()
         return task is not None
 
-    def cancel_all(self) -> None:
-        """Forget all requests."""
-        for handle in list(self._tasks):
+    def cancel_all(self, which: Callable[[Handle], bool] = lambda handle: True) -> None:
+        """Forget all requests whose handles `which` names."""
+        for handle in list(filter(which, self._tasks)):
             self.cancel(handle)
 
     def close(self) -> None:

@@ -25,8 +25,9 @@ from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import WorkerConfig
+from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import InternalBug, InvalidRequest, NumericalError, PdserveError, Unavailable
-from pdserve.core.ids import Handle, Incarnation, SeqId
+from pdserve.core.ids import FIRST_DIRECT_HANDLE, Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -46,6 +47,11 @@ from pdserve.structured.compilations import Compilations, StartGrammar, no_gramm
 from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.messages import Command, Lent, ReserveResult, StepEvents
+
+
+def is_direct(handle: Handle) -> bool:
+    """Tell whether a handle names a direct request, which no router knows."""
+    return handle >= FIRST_DIRECT_HANDLE
 
 
 class CountedCommands:
@@ -185,7 +191,8 @@ class Host:
     def next_seq_id(self, handle: Handle) -> SeqId:
         """Return a new id for the sequence that this command starts in the engine."""
         seq_id = SeqId(next(self.seq_ids))
-        self.counted.give(seq_id, handle)
+        if not is_direct(handle):  # the router asks for its own handles
+            self.counted.give(seq_id, handle)
         return seq_id
 
 
@@ -242,6 +249,21 @@ def read_request(command: Prefill | Bind, host: Host) -> tuple[RequestSpec, tupl
     return spec, resumed
 
 
+def named(command: Prefill | Bind, spec: RequestSpec) -> bytes:
+    """Return the hash by which a ticket is bound to the prompt of a command.
+
+    The two phases of a direct request may come from a caller that sends different ones. The hash then also covers the
+    constraint: an output whose token 0 was drawn under another one could have ended already.
+    """
+    ids = command.spec.prompt_ids + command.resumed_ids
+    return request_hash(ids, spec) if is_direct(Handle(command.handle)) else prompt_hash(ids, spec.cache_salt)
+
+
+def request_hash(prompt_ids: bytes, spec: RequestSpec) -> bytes:
+    """Return the hash that names the prompt of a direct request, its salt and its constraint."""
+    return prompt_hash(prompt_ids, spec.cache_salt, repr(spec.constraint).encode() if spec.constraint is not None else b"")
+
+
 def fail_foreign(host: Host, message: link_pb2.RouterMessage, role: str) -> None:
     """Answer a command that another role handles: its request fails here, and the router serves it elsewhere.
 
@@ -277,7 +299,7 @@ def refuse(host: Host, handle: Handle, request_id: str) -> bool:
 
     Return False, and do nothing, if the worker does not drain or the router does not know this answer.
     """
-    if not host.draining or host.link_version < REFUSED_SINCE:
+    if not host.draining or (host.link_version < REFUSED_SINCE and not is_direct(handle)):
         return False
     host.stories.note(request_id, WorkKind.REFUSED, why="draining")
     host.send(link_pb2.WorkerMessage(refused=link_pb2.Refused(handle=handle)))
@@ -300,6 +322,7 @@ class OutputStream:
         """Start after `earlier`, the output ids that the client has already. The text depends only on the prompt and the output
         ids, so it goes on from there."""
         self._handle = handle
+        self._params = params
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         self._stops = params.stop
         self._text = OutputText.of(tokenizer, prompt_ids, params)
@@ -311,6 +334,16 @@ class OutputStream:
         """Take the next token without making a row, because the client gets that row from another worker."""
         self._text.push(token_id)
         self._next_index += 1
+
+    def push_first(self, token_id: int, *, ended: bool, room: int) -> link_pb2.StepRow:
+        """Return the row of token 0, which another worker drew, perhaps for parameters other than these, which decide here.
+
+        `ended` tells that its grammar has ended, and `room` how many tokens fit in all.
+        """
+        params = self._params
+        if ended or (token_id in self._stop_ids and params.min_tokens <= 1):
+            return self.push(0, token_id, FinishReason.STOP)
+        return self.push(0, token_id, FinishReason.LENGTH if min(params.max_tokens, room) == 1 else None)
 
     def push(
         self,
@@ -391,10 +424,20 @@ class HostedRole(ABC, Generic[Request]):
         """Handle the events of one engine step."""
 
     def on_link_lost(self) -> None:
-        """Cancel all requests, because the link is lost and the router has dropped them."""
+        """Cancel all requests of the router, because the link is lost and the router has dropped them."""
+        self._compilations.cancel_all(lambda handle: not is_direct(handle))
+        for handle in [one for one in self._by_handle if not is_direct(one)]:
+            self._cancel(handle)
+
+    def drop_all(self) -> None:
+        """Cancel all requests, because this life of the worker ends."""
         self._compilations.cancel_all()
         for handle in list(self._by_handle):
             self._cancel(handle)
+
+    def has(self, handle: Handle) -> bool:
+        """Tell whether something of a request is left here, such as its lease."""
+        return handle in self._by_handle
 
     def on_tick(self) -> None:
         """Do the periodic work. The worker calls this at every heartbeat."""
@@ -416,7 +459,7 @@ class HostedRole(ABC, Generic[Request]):
 
     async def close(self) -> None:
         """Drop all requests, and wait until their reads have stopped."""
-        self.on_link_lost()
+        self.drop_all()
         self._compilations.close()
 
     def _take(self, command: Prefill | Bind) -> None:

@@ -17,7 +17,7 @@ from pdserve.config import WorkerConfig
 from pdserve.core.errors import InvalidRequest, ReplicaLost
 from pdserve.core.ids import WorkerId
 from pdserve.core.roofline import since
-from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, WorkerHello, check_budget
+from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, WorkerHello, WorkerLoad, check_budget
 from pdserve.rpc import codec
 from pdserve.rpc.beats import Beats
 from pdserve.rpc.channel import open_channel
@@ -113,6 +113,11 @@ class LinkMember:
             self.link.beat_now()  # the router hears of it before any refusal that follows
 
     @property
+    def draining(self) -> bool:
+        """True when the worker takes no new request."""
+        return self._host is not None and self._host.draining
+
+    @property
     def next_role(self) -> common_pb2.Role | None:
         """The role of the next life. None: there is none, as far as was asked until now."""
         return self._next_role
@@ -157,7 +162,7 @@ class LinkMember:
         _, role = self._started()
         message = f"it changes its role and has not drained within {self._config.drain_timeout_s:.0f} s"
         self.link.send(link_pb2.WorkerMessage(worker_lost=link_pb2.WorkerLost(message=message)))
-        role.on_link_lost()
+        role.drop_all()
         if not await self._emptied(CLOSE_TIMEOUT_S):
             raise ReplicaLost(f"{message}; {CLOSE_TIMEOUT_S:.0f} s after all requests were dropped something is left")
 
@@ -231,7 +236,7 @@ class LinkMember:
         """Give the step's budget to the engine. The next heartbeat after the engine has taken it tells it."""
         budget = SetBudget(asked.max_num_batched_tokens, asked.max_num_seqs)
         try:
-            check_budget(codec.hello_from_wire(self._hello()), budget.max_num_batched_tokens, budget.max_num_seqs)
+            check_budget(self.hello(), budget.max_num_batched_tokens, budget.max_num_seqs)
         except InvalidRequest as exc:  # the router checks the same, so its version differs from ours
             log.error("the router's budget is refused: %s", exc)
         else:
@@ -257,11 +262,12 @@ class LinkMember:
             if delta is not None:
                 self.link.send(link_pb2.WorkerMessage(prefix_delta=codec.prefix_delta_to_wire(delta)))
 
-    def _hello(self) -> common_pb2.WorkerHello:
+    def hello(self) -> WorkerHello:
+        """Return the state of the worker that does not change."""
         host, _ = self._started()
         spec, engine = host.kv_spec, self._config.engine
         sizes = [region.num_blocks for region in host.regions]
-        hello = WorkerHello(
+        return WorkerHello(
             worker_id=WorkerId(self._config.worker_id),
             role=codec.role_from_wire(self._role_number),
             incarnation=host.incarnation,
@@ -295,7 +301,9 @@ class LinkMember:
             peer_version=PEER_VERSIONS.newest,
             held_tokens=spec.held_tokens(sizes),
         )
-        return codec.hello_to_wire(hello)
+
+    def _hello(self) -> common_pb2.WorkerHello:
+        return codec.hello_to_wire(self.hello())
 
     def _uptime_s(self) -> float:
         """Return the time since the first heartbeat."""
@@ -305,10 +313,13 @@ class LinkMember:
         return now_s - self._began_s
 
     def _heartbeat(self) -> common_pb2.WorkerLoad:
+        self._started()[1].on_tick()
+        return codec.load_to_wire(self.load())
+
+    def load(self) -> WorkerLoad:
         """Return the engine's part of the load, completed with what the role, the link and the loop know."""
         host, role = self._started()
-        role.on_tick()
-        load = replace(
+        return replace(
             self._engine.snapshot.load,
             leases_held=role.leases_held,
             loop_lag_ms=self.loop_lag_ms,
@@ -320,4 +331,3 @@ class LinkMember:
             uptime_s=self._uptime_s(),
             **since(self._engine.snapshot.load, self._base),
         )
-        return codec.load_to_wire(load)

@@ -40,6 +40,7 @@ from pdserve.worker.engine import WorkerEngine
 from pdserve.worker.engine_thread import EngineView
 from pdserve.worker.host import Host, close_role
 from pdserve.worker.member import LinkMember
+from pdserve.worker.openengine.port import OpenEnginePort
 from pdserve.worker.start_report import MemoryReport
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class RunningWorker:
         self.incarnation = Incarnation(0)
         """The incarnation of the present life; 0 before the first one. The address and the role are those of the same life."""
         self.address = ""
+        self.openengine_address = ""
+        """The address at which the present life serves OpenEngine. Empty: it does not."""
         self.role = codec.role_from_wire(role).value
         self.memory = MemoryReport()
         self.computes = ""
@@ -105,6 +108,8 @@ class RunningWorker:
         self.memory = self.engine.memory
         self.load_s = time.monotonic() - began_s
         self.computes = self.engine.describe()
+        if self.openengine_address:
+            log.info("%s serves OpenEngine at %s", self.config.worker_id, self.openengine_address)
         log.info(
             "%s ready at %s in %.1f s; %s; memory: %s",
             self.config.worker_id,
@@ -194,6 +199,7 @@ class RunningWorker:
         try:
             await life.open()
             self.address, self.incarnation, self._member = life.address, life.incarnation, life.member
+            self.openengine_address = life.openengine.address if life.openengine is not None else ""
             self.role = life.role
             if self._ends:
                 life.member.drain()
@@ -240,6 +246,8 @@ class Life:
         self._transfer = worker.engine.make_transfer(WorkerId(worker.config.worker_id), self.incarnation)
         self._staging = worker.engine.make_staging(self._transfer)
         self._server = grpc.aio.server(options=server_options())
+        send = self.member.link.send
+        self.openengine = None if worker.config.openengine_port is None else OpenEnginePort(worker.config, send)
 
     async def open(self) -> None:
         """Start transport, role and services. Raises what went wrong; `close` must follow then, too."""
@@ -263,7 +271,7 @@ class Life:
             address=self.address,
             server=self._server,
             submit=self._view.submit,
-            send=self.member.link.send,
+            send=self.member.link.send if self.openengine is None else self.openengine.send,
             start_grammar=engine.start_grammar,
             staging=self._staging,
             seq_ids=self._view.seq_ids,
@@ -274,6 +282,8 @@ class Life:
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         await self._server.start()
+        if self.openengine is not None:
+            await self.openengine.start(host, self.member, codec.role_from_wire(self._role))
 
     async def run(self, stop: asyncio.Event) -> common_pb2.Role | None:
         """Run the link until the worker has drained or `stop` is set. Return the role of the next life, or None for the end.
@@ -281,10 +291,11 @@ class Life:
         Raises `ReplicaLost` when a part is stuck, and otherwise what ended a part that is needed.
         """
         member = self.member
-        needed = [
-            asyncio.create_task(member.link.run(), name="link"),
-            asyncio.create_task(_watch_lag(member), name="lag"),
-        ]
+        needed = [asyncio.create_task(_watch_lag(member), name="lag")]
+        if self._worker.config.router_address:
+            needed.append(asyncio.create_task(member.link.run(), name="link"))
+        if self.openengine is not None:
+            needed.append(asyncio.create_task(self.openengine.run(member), name="openengine"))
         broken = asyncio.create_task(member.broken(), name="watch")
         drained = asyncio.create_task(member.drained(), name="drain")
         stopped = asyncio.create_task(stop.wait())
@@ -309,6 +320,8 @@ class Life:
     async def close(self) -> bool:
         """End role, services and transport. Return True if nothing of this life can write into the pool any more."""
         ended = True
+        if self.openengine is not None:
+            await self.openengine.close()
         if self.member.role is not None:
             ended = await close_role(self.member.role, self._transfer)
         await self._server.stop(grace=None)
@@ -386,6 +399,8 @@ def _serve(worker: RunningWorker, drain: threading.Event, stop: threading.Event)
     """Serve until the worker ends by itself, which it also does when it has drained, or until `stop` is set. Return the exit
     status."""
     ready = {"event": "ready", "address": worker.address, "pid": os.getpid(), "load_s": round(worker.load_s, 3)}
+    if worker.openengine_address:
+        ready["openengine"] = worker.openengine_address
     print(json.dumps(ready), flush=True)
     while not stop.wait(LOOK_S):
         if drain.is_set():

@@ -21,6 +21,7 @@ from pdserve.core.settings.types import is_loopback
 from pdserve.core.worker import Role
 from pdserve.rpc import status
 from pdserve.rpc.channel import require_token
+from pdserve.rpc.malformed import MalformedGuard
 from pdserve.rpc.server import client_options, listen, make_server, stop_server
 from pdserve.rpc.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2, scaling_pb2, story_pb2
 from router.api.router_api import AdminApi
@@ -28,8 +29,8 @@ from router.grpc.cluster_state import cluster_state_to_wire
 from router.grpc.draining import find, follow, follow_flip
 from router.grpc.explanation import explanation_to_wire
 from router.grpc.gate import MAX_UNPROVED, Gate
-from router.grpc.malformed import MalformedGuard
 from router.grpc.scaling import ScalingMailbox
+from router.parsing.parser import INLINE_BYTES
 
 SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 ROLES: Final = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE}
@@ -155,7 +156,11 @@ class AdminServer:
         self._cluster_token = cluster_token
         # The gate bounds connections. gRPC may still count some that have just ended there.
         options = client_options(2 * max_connections + MAX_UNPROVED)
-        self._server = make_server(max_receive_bytes=MAX_REQUEST_BYTES, interceptors=[MalformedGuard(SERVICE)], options=options)
+        self._server = make_server(
+            max_receive_bytes=MAX_REQUEST_BYTES,
+            interceptors=[MalformedGuard(SERVICE, inline_bytes=INLINE_BYTES)],
+            options=options,
+        )
         _sweep()
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER)  # only this user may enter it
         path = str(Path(self._folder.name) / "grpc")

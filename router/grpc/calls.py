@@ -8,10 +8,10 @@ from typing import Any, Protocol, TypeVar, cast
 from pdserve.core.ids import RequestId
 from pdserve.core.report import Report
 from pdserve.rpc import status
+from pdserve.rpc.malformed import LargeMessage
 from router.api.answer import timeline
 from router.api.request import GenerateInput
 from router.api.router_api import RouterApi
-from router.grpc.malformed import LargeMessage
 from router.openai.json import NOTHING, Ignored, joined
 from router.parsing.parser import BodyBudget, Job, JobKind, Parsed, RequestParser
 

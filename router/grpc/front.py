@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.ids import RequestId
 from pdserve.rpc import status
+from pdserve.rpc.malformed import LargeMessage, MalformedGuard
 from pdserve.rpc.server import CALLS_PER_CONNECTION, bind_port, client_options, make_server, stop_server
 from pdserve.rpc.v1 import inference_pb2, inference_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from router.api.identity import Claim
@@ -20,11 +21,10 @@ from router.api.request import DetokenizeInput, TokenizeInput
 from router.api.router_api import RouterApi
 from router.grpc.answer import RunningRequest, Writer, run_batch
 from router.grpc.calls import ClientCalls, trailing
-from router.grpc.malformed import LargeMessage, MalformedGuard
 from router.grpc.open_inference import LARGE_INFERENCES, OPEN_INFERENCE, add_open_inference
 from router.grpc.vllm_engine import VllmEngineService
 from router.parsing.generate import detokenize_input, generate_batch, generate_call, prompt_of
-from router.parsing.parser import Job, JobKind, RequestParser
+from router.parsing.parser import INLINE_BYTES, Job, JobKind, RequestParser
 
 LARGE: Final = frozenset({"Generate", "GenerateBatch", "Tokenize", "Detokenize"})
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -135,9 +135,9 @@ class GrpcFront:
         self._server = make_server(
             max_receive_bytes=router.max_body_bytes,
             interceptors=[
-                MalformedGuard(SERVICE, LARGE),
-                MalformedGuard(OPEN_INFERENCE, LARGE_INFERENCES),
-                MalformedGuard(VLLM_SERVICE, frozenset({"Generate"})),
+                MalformedGuard(SERVICE, LARGE, inline_bytes=INLINE_BYTES),
+                MalformedGuard(OPEN_INFERENCE, LARGE_INFERENCES, inline_bytes=INLINE_BYTES),
+                MalformedGuard(VLLM_SERVICE, frozenset({"Generate"}), inline_bytes=INLINE_BYTES),
             ],
             options=client_options(max_connections),
             max_calls=max_connections * CALLS_PER_CONNECTION,

@@ -14,6 +14,7 @@ import grpc.aio
 from pdserve.core.errors import Cancelled, PdserveError, RequestTimeout
 from pdserve.core.ids import RequestId
 from pdserve.rpc import status
+from pdserve.rpc.malformed import LargeMessage
 from pdserve.rpc.server import IDLE_MS
 from pdserve.rpc.v1 import open_inference_pb2 as pb
 from pdserve.rpc.v1 import open_inference_pb2_grpc
@@ -22,7 +23,6 @@ from router.api.router_api import RouterApi
 from router.choices.deliver import Delivery
 from router.grpc.answer import WRITE_TIMEOUT_S, Writer
 from router.grpc.calls import ClientCalls, trailing
-from router.grpc.malformed import LargeMessage
 from router.kserve.answer import Output, raw_element
 from router.kserve.request import InferCall
 from router.kserve.signature import SHAPE, VERSION, check_model, model_metadata, server_metadata

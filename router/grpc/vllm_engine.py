@@ -19,6 +19,7 @@ from pdserve.core.sampling import TokenLogprobs
 from pdserve.core.worker import Role
 from pdserve.observe.snapshot import ClusterSnapshot
 from pdserve.rpc import status
+from pdserve.rpc.malformed import LargeMessage
 from pdserve.rpc.v1 import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from router.api.answer import Delta, Generation
 from router.api.request import CLASS_HEADER, SESSION_HEADER, choice_ids, first_id
@@ -26,7 +27,6 @@ from router.api.router_api import RouterApi
 from router.choices.deliver import Delivery
 from router.grpc.answer import OnReport, Writer, send_all
 from router.grpc.calls import ClientCalls, metadata_of, trailing
-from router.grpc.malformed import LargeMessage
 from router.openai.request import as_written
 from router.parsing.parser import BodyBudget, BodyShare, JobKind
 from router.parsing.unparsed import leading_text

@@ -27,6 +27,19 @@ def test_workers_get_the_limit_of_a_drain() -> None:
     assert {worker.config.drain_timeout_s for worker in workers(ClusterConfig(drain_timeout_s=7.5))} == {7.5}
 
 
+def test_workers_serve_openengine_at_ports_that_go_by_their_ids() -> None:
+    """A worker that has changed its role keeps its port. The planner may bring more workers than a pool began with."""
+    pools = [PoolConfig(replicas=2, openengine_port=port) for port in (50100, 65535)]
+    config = ClusterConfig(prefill=pools[0], decode=pools[1])
+    ports = [plan.openengine_port(config, worker_id) for worker_id in ("prefill-0", "prefill-7", "decode-0")]
+    assert ports == [50100, 50107, 65535]
+    with pytest.raises(ConfigError, match=r"^decode\.openengine_port is 65535"):
+        workers(config)
+    assert {worker.config.openengine_port for worker in workers(ClusterConfig())} == {None}
+    anywhere = ClusterConfig(prefill=PoolConfig(openengine_port=0), decode=PoolConfig(openengine_port=0))
+    assert {worker.config.openengine_port for worker in workers(anywhere)} == {0}
+
+
 def test_each_pool_gets_its_workers_with_its_own_engine() -> None:
     config = ClusterConfig(
         prefill=PoolConfig(replicas=1, engine={"max_num_batched_tokens": 2048}),

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from pdserve.rpc import malformed
 from pdserve.rpc.status import REASON_METADATA
-from router.grpc import malformed
 
 from .local_cluster import local_cluster
 

@@ -49,6 +49,8 @@ class StubRole:
         self.dropped += 1
         self.idle = self.idle or not self.stubborn
 
+    drop_all = on_link_lost
+
     def on_tick(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.errors import InvalidRequest, PdserveError, ReplicaLost
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, VllmConfig, WorkerConfig
+from pdserve.core.errors import ConfigError, InvalidRequest, PdserveError, ReplicaLost
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
@@ -25,6 +26,7 @@ from pdserve.worker.vllm.requests import (
     read_kv,
     seed_after,
 )
+from pdserve.worker.vllm.server import check_settings
 
 RECORDED = Path(__file__).parent / "recorded"
 BLOCK = 128
@@ -172,3 +174,28 @@ def test_a_load_that_cannot_be_is_refused(value: str):
         read_load("")
     with pytest.raises(KeyError):
         read_labels("", "vllm:cache_config_info")
+
+
+def test_settings_that_make_no_sense_with_another_engine_are_refused():
+    foreign = EngineConfig(backend="vllm")
+    with pytest.raises(ConfigError, match="openengine_port"):
+        WorkerConfig("w", "host:1", foreign, openengine_port=0)
+    with pytest.raises(ConfigError, match=r"prefill\.openengine_port"):
+        ClusterConfig(engine=foreign, prefill=PoolConfig(openengine_port=0))
+    with pytest.raises(ConfigError, match=r"engine\.backend and decode\.engine\.backend differ"):
+        ClusterConfig(prefill=PoolConfig(engine={"backend": "vllm"}))
+    with pytest.raises(ConfigError, match="one server"):
+        ClusterConfig(engine=foreign, decode=PoolConfig(replicas=2, engine={"vllm": {"url": "http://127.0.0.1:1"}}))
+    with pytest.raises(ConfigError, match="for the backend vllm"):
+        EngineConfig(vllm=VllmConfig(url="http://127.0.0.1:1"))
+    for changes in ({"url": "ftp://x:1"}, {"url": "http://127.0.0.1"}, {"url": "http://127.0.0.1:1", "args": ("-x",)}):
+        with pytest.raises(ConfigError, match="url"):
+            VllmConfig(**changes)
+    for name, value in {
+        "quantization": "int8",
+        "batch_invariant": True,
+        "kv_cache_dtype": "fp32",
+        "model_family": "a:b",
+    }.items():
+        with pytest.raises(ConfigError, match=name):
+            check_settings(EngineConfig(backend="vllm", **{name: value}))

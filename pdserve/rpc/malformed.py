@@ -21,10 +21,8 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.errors import InvalidRequest, PdserveError, RequestTimeout, RequestTooLarge
 from pdserve.rpc import status
-from router.parsing.parser import INLINE_BYTES
 
 RECEIVE_TIMEOUT_S: Final = 60.0  # as in router.http.reply: 8 MiB at 1 Mbit/s
-_TOO_LARGE: Final = f"is over the limit of {INLINE_BYTES} bytes of this method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,9 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
     """Guards one service, whose methods are coroutines. A method that takes a stream gets an error or a `LargeMessage` in the
     place of a message, and bounds its waits itself; all others take one message."""
 
-    def __init__(self, service: str, large: frozenset[str] = frozenset()) -> None:
-        """Methods in `large` take a `LargeMessage`."""
+    def __init__(self, service: str, large: frozenset[str] = frozenset(), *, inline_bytes: int) -> None:
+        """Methods in `large` take a `LargeMessage` for a message of more than `inline_bytes`."""
+        self._inline_bytes = inline_bytes
         self._prefix = f"/{service}/"
         self._large = large
         self._handlers: dict[str, Any] = {}  # the guarded ones by method, made at its first call
@@ -53,7 +52,7 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         if handler is None or not details.method.startswith(self._prefix):
             return handler
         takes_large = details.method.removeprefix(self._prefix) in self._large
-        parse = _lenient(handler.request_deserializer, takes_large=takes_large)
+        parse = _lenient(handler.request_deserializer, self._inline_bytes, takes_large=takes_large)
         if handler.request_streaming:
             make, method = grpc.stream_stream_rpc_method_handler, handler.stream_stream
         elif handler.response_streaming:
@@ -65,10 +64,12 @@ class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         return guarded
 
 
-def _lenient(parse: Callable[[bytes], Any], *, takes_large: bool) -> Callable[[bytes], Any]:
+def _lenient(parse: Callable[[bytes], Any], inline_bytes: int, *, takes_large: bool) -> Callable[[bytes], Any]:
+    too_large = f"is over the limit of {inline_bytes} bytes of this method"
+
     def parse_or_error(data: bytes) -> Any:
-        if len(data) > INLINE_BYTES:
-            return LargeMessage(data) if takes_large else RequestTooLarge(_TOO_LARGE, field="request")
+        if len(data) > inline_bytes:
+            return LargeMessage(data) if takes_large else RequestTooLarge(too_large, field="request")
         try:
             return parse(data)
         except DecodeError:
