@@ -79,7 +79,8 @@ class StandIn:
         self.side_port = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
         self.vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         self.lent: dict[str, _Lent] = {}
-        self.events = KvEvents(json.loads(args.kv_events_config)["endpoint"]) if args.kv_events_config else None
+        endpoint = json.loads(args.kv_events_config)["endpoint"] if args.kv_events_config else ""
+        self.events = KvEvents(endpoint, args.num_blocks) if endpoint else None
         self.requests = self.running = self.expired = self.tokens = self.used_blocks = 0
 
     def app(self) -> Starlette:
@@ -109,7 +110,7 @@ class StandIn:
         if self.faults.silent_metrics and self.requests:
             await asyncio.sleep(3600)
         self._expire()
-        usage = 7.5 if self.faults.bad_metrics and self.requests else self.used_blocks / self.args.num_blocks
+        usage = 7.5 if self.faults.bad_metrics and self.requests else min(1.0, self.used_blocks / self.args.num_blocks)
         labels = {"block_size": BLOCK_SIZE, "num_gpu_blocks": self.args.num_blocks, "cache_dtype": "auto"}
         info = ",".join(f'{name}="{value}"' for name, value in {**labels, "enable_prefix_caching": "False"}.items())
         lines = [
@@ -265,11 +266,12 @@ class StandIn:
 class KvEvents:
     """The events of the blocks that a server shares, in the form of the recorded one."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.connect(endpoint)
         self._number = 0
-        self._known: set[int] = set()
+        self._known: dict[int, None] = {}  # oldest first
 
     def store(self, token_ids: list[int]) -> None:
         """Tell of all full blocks of a prompt that were not told before."""
@@ -281,8 +283,11 @@ class KvEvents:
                 parent, first = name, end
             else:
                 names.append(name)
-                self._known.add(name)
+                self._known[name] = None
         if names:
+            gone = list(self._known)[: max(0, len(self._known) - self._num_blocks)]
+            for name in gone:
+                del self._known[name]
             event = {
                 "type": "BlockStored",
                 "block_hashes": names,
@@ -292,7 +297,8 @@ class KvEvents:
                 "extra_keys": [None] * len(names),
                 "group_idx": 0,
             }
-            payload = msgpack.packb([0.0, [event], 0])
+            removed = {"type": "BlockRemoved", "block_hashes": gone, "group_idx": 0}
+            payload = msgpack.packb([0.0, [removed, event] if gone else [event], 0])
             self._socket.send_multipart((b"kv", self._number.to_bytes(8, "big"), payload))
             self._number += 1
 

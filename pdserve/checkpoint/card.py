@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from pdserve.checkpoint import origin
 from pdserve.checkpoint.families.family import TensorNames
-from pdserve.checkpoint.families.registry import family_of
+from pdserve.checkpoint.families.registry import FAMILIES, family_of
+from pdserve.checkpoint.families.unread import unread_family
 from pdserve.checkpoint.fingerprint import fingerprint
 from pdserve.checkpoint.layout import check_directory, read_json
 from pdserve.checkpoint.numbers import token_id
@@ -36,10 +37,11 @@ class ModelCard:
     fingerprint: str
 
     @classmethod
-    def load(cls, directory: Path, family: str | None = None, *, load_format: str = "auto") -> ModelCard:
+    def load(cls, directory: Path, family: str | None = None, *, load_format: str = "auto", foreign: bool = False) -> ModelCard:
         """Read a directory in Hugging Face layout. Raises `ConfigError` that names the file and the setting.
 
         family: the setting `engine.model_family`. None takes the built-in family of the model's architecture.
+        foreign: another engine computes the model, so an architecture without a family is none of our concern.
         load_format: the setting `engine.load_format`. "dummy" needs no file of weights, and gives another fingerprint.
         """
         dummy = load_format == "dummy"
@@ -48,7 +50,8 @@ class ModelCard:
         config = read_json(path)
         try:
             name, architecture = origin.model_name(directory), _architecture(config)
-            reader = family_of(architecture, family)
+            unread = foreign and family is None and architecture not in FAMILIES
+            reader = unread_family(architecture) if unread else family_of(architecture, family)
             spec, eos = reader.read(config), _eos_ids(directory, config)
             return cls(name, architecture, spec, reader.tensors, eos, fingerprint(directory, config, dummy=dummy))
         except KeyError as exc:

@@ -42,7 +42,7 @@ from pdserve.cluster.events import (
 from pdserve.cluster.folders import Folders
 from pdserve.cluster.gpus import assigned, gpus_here, gpus_of
 from pdserve.cluster.keeping.elsewhere import drain_elsewhere
-from pdserve.cluster.keeping.order import WorkerReport, check_settings, running_workers
+from pdserve.cluster.keeping.order import ANY_ROUTER, WorkerReport, check_settings, running_workers
 from pdserve.cluster.member import Member, MemberState
 from pdserve.cluster.record import ClusterFacts, ClusterRecord, SizeFacts, default_name, mark_of, marked, tie_to
 from pdserve.cluster.router.keeper import RouterKeeper
@@ -216,7 +216,7 @@ class Cluster:
     def _check_running(self) -> None:
         """Raise `ConfigError` when workers of before run with other settings, before anything was changed."""
         running = running_workers(self._record)
-        blueprint = plan.Blueprint(self.config, "", self._token, self.folders.logs, self._entries, self._lasting)
+        blueprint = plan.Blueprint(self.config, ANY_ROUTER, self._token, self.folders.logs, self._entries, self._lasting)
         for worker_id, facts in running.items():
             check_settings(blueprint.plan(facts.role, worker_id), facts)
 

@@ -54,7 +54,8 @@ class WorkerEngine(ABC):
 
     @abstractmethod
     async def take_role(self, role: common_pb2.Role) -> None:
-        """Prepare for a life in this role. Nothing of another life is left."""
+        """Prepare for a life in this role, before anything of it is made. Nothing of another life is left. What is declared
+        above may change."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -252,6 +252,7 @@ class Life:
     async def open(self) -> None:
         """Start transport, role and services. Raises what went wrong; `close` must follow then, too."""
         worker, engine = self._worker, self._worker.engine
+        await engine.take_role(self._role)
         agent_metadata = await self._transfer.start()
         self.address = self._bind()
         host = Host(
@@ -277,7 +278,6 @@ class Life:
             seq_ids=self._view.seq_ids,
         )
         self.member.start(host, plugins.resolve(codec.role_from_wire(self._role).value, ROLES, "role"))
-        await engine.take_role(self._role)
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)

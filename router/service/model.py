@@ -37,7 +37,8 @@ class ServedModel:
         """Resolve and read the model. This blocks, for seconds when the model has to be converted. `chat_template` is a file
         with the template of chats. None: the model's own is taken. Raises `ConfigError`."""
         directory = resolve(engine.model, load_format=engine.load_format)
-        card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format)
+        foreign = engine.backend != "pdserve"
+        card = ModelCard.load(directory, engine.model_family, load_format=engine.load_format, foreign=foreign)
         kv_spec = card.kv_layout(engine.block_size, engine.dtype, engine.kv_cache_dtype)
         # Groups with windows have pools of other sizes, which depend on each worker's settings: only the workers know them.
         windowed = any(group.window is not None for group in kv_spec.groups)

@@ -153,6 +153,8 @@ def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping
             )
         same_seqs = target.max_num_seqs == hellos[name].max_num_seqs
         max_num_seqs = 0 if same_seqs else target.max_num_seqs  # 0: that of the start, for a worker that cannot change it
+        if not target.max_num_batched_tokens and not max_num_seqs:
+            continue
         try:
             check_budget(hellos[name], target.max_num_batched_tokens, max_num_seqs)
         except InvalidRequest as exc:
@@ -194,7 +196,8 @@ def flips_between(cluster: ClusterNow, targets: Mapping[str, WantedShape]) -> in
 
 
 def _target(layout: Layout, prefills: bool, hello: WorkerHello) -> WantedShape:
-    chunked = prefills or not layout.disaggregated
+    # A worker that does not say how large its steps are keeps them as they are.
+    chunked = hello.max_num_batched_tokens > 0 and (prefills or not layout.disaggregated)
     return WantedShape(
         Role.PREFILL if prefills else Role.DECODE,
         layout.chunk_tokens if chunked else hello.max_num_batched_tokens,

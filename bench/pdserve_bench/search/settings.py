@@ -134,9 +134,12 @@ def limits_of(state: inference_pb2.GetClusterStateResponse) -> SpaceLimits:
 def chunks_of(text: str, limits: SpaceLimits) -> tuple[int, ...]:
     """Read `--chunks`, numbers with commas between. Raises `ConfigError` for one above what the workers have memory for.
 
-    "auto" means those of `CHUNKS` that fit, or else the largest step of the workers.
+    "auto" means those of `CHUNKS` that fit, or else the largest step of the workers. Workers that do not say how large their
+    steps are keep them, so that there is nothing to try.
     """
     most = limits.chunk_tokens
+    if text == AUTO and not most:
+        return CHUNKS[:1]
     if text == AUTO:
         return tuple(one for one in CHUNKS if not most or one <= most) or (most,)
     try:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pdserve.cluster.plan import WorkerPlan
 from pdserve.cluster.record import ClusterRecord, ProcessId
@@ -66,12 +66,16 @@ class WorkerFacts:
     given: str = ""  # the GPU that Ray gave to its present keeper
 
 
+ANY_ROUTER: Final = "any"
+"""Stands for the address of the router, which is another one for each `pdserve up`."""
+
+
 def settings_digest(config: WorkerConfig) -> str:
     """Return a digest of the settings of a plan, but for the address of the router.
 
     The facts that only the node knows, such as its cores, are not among them.
     """
-    return hashlib.sha256(dump(dataclasses.replace(config, router_address="")).encode()).hexdigest()
+    return hashlib.sha256(dump(dataclasses.replace(config, router_address=ANY_ROUTER)).encode()).hexdigest()
 
 
 def check_settings(plan: WorkerPlan, facts: WorkerFacts) -> None:

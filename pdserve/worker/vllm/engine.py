@@ -14,7 +14,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,6 +71,7 @@ from pdserve.worker.vllm.requests import (
     discard_body,
     prefill_body,
     read_chunk,
+    read_hits,
     read_kv,
 )
 from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmServer, check_settings
@@ -165,7 +166,7 @@ class VllmEngine(WorkerEngine):
         engine = self.config.engine
         check_settings(engine)
         self._directory = directory = resolve(engine.model, progress=self._progress, load_format=engine.load_format)
-        self.card = ModelCard.load(directory, load_format=engine.load_format)
+        self.card = ModelCard.load(directory, load_format=engine.load_format, foreign=True)
         self.tokenizer = Tokenizer.load(directory)
         weights: list[str] = []
         hashing = threading.Thread(target=lambda: weights.append(_weights(directory, engine.load_format)), daemon=True)
@@ -177,10 +178,14 @@ class VllmEngine(WorkerEngine):
         self.traits = EngineTraits(f"vllm {facts.release}", refuses=REFUSED, undivided=UNDIVIDED)
         kv_dtype = "auto" if facts.cache_dtype not in ("fp8", "fp8_e4m3") else facts.cache_dtype
         self.kv_spec = self.card.kv_layout(facts.block_size, engine.dtype, kv_dtype)
-        self.regions = tuple(Region(0, facts.num_blocks, group.block_bytes) for group in self.kv_spec.groups)
         self.max_model_len = facts.max_model_len
         identity = (self.card.fingerprint, weights[0], facts.release, str(facts.block_size), facts.cache_dtype, engine.dtype)
         self.model_digest = hashlib.sha256(encode_parts(*[part.encode() for part in identity])).hexdigest()
+        self._measure(facts)
+
+    def _measure(self, facts: ServerFacts) -> None:
+        """Note the size of the KV pool. A server that starts again on a GPU may find another size."""
+        self.regions = tuple(Region(0, facts.num_blocks, group.block_bytes) for group in self.kv_spec.groups)
         self.memory = MemoryReport(
             kv_bytes=facts.num_blocks * self.kv_spec.block_bytes,
             num_blocks=facts.num_blocks,
@@ -202,7 +207,7 @@ class VllmEngine(WorkerEngine):
         assert self._facts is not None
         self._connect()
         if self._server is not None and self._server.events:
-            self._keys = EngineKeys(self.model_digest.encode(), self.kv_spec.block_size)
+            self._keys = EngineKeys(self.model_digest.encode(), self.kv_spec.block_size, self._total)
         self._view = EngineView(
             EngineSnapshot(self._worker_load()),
             self._submit,
@@ -256,9 +261,11 @@ class VllmEngine(WorkerEngine):
         await client.aclose()
         await asyncio.to_thread(server.stop)
         before = self._facts
-        await asyncio.to_thread(self._start_server)
-        if self._facts != before:
-            raise ConfigError(f"vLLM came back as another server: {before}, then {self._facts}")
+        facts = await asyncio.to_thread(self._start_server)
+        assert before is not None
+        if replace(facts, num_blocks=before.num_blocks) != before:
+            raise ConfigError(f"vLLM came back as another server: {before}, then {facts}")
+        self._measure(facts)
         self._connect()
         self._listen()
 
@@ -381,17 +388,18 @@ class VllmEngine(WorkerEngine):
             raise BadAnswer(f"vLLM sent {0 if chunk is None else len(chunk.token_ids)} tokens instead of one")
         self._check_ids(chunk)
         blocks = self.kv_spec.blocks_for(sequence.tokens)
-        kv, finish = EngineKv(blocks, b""), chunk.finish_reason
+        kv, hits, finish = EngineKv(blocks, b""), 0, chunk.finish_reason
         if finish is not FinishReason.STOP:
             finish = FinishReason.LENGTH if spec.sampling.max_tokens - sequence.began <= 1 else None
         if finish is None:
             kv = read_kv(answer, sequence.tokens, self.kv_spec.block_size)
+            hits = read_hits(answer, self.kv_spec.block_size)
             self._lent_blocks[seq_id] = blocks
         self._prompt_tokens += sequence.tokens
         took_s = self._now_s() - began_s  # with the wait inside vLLM, as its users see it
         self._prompt_tokens_per_s = _mean(self._prompt_tokens_per_s, sequence.tokens / max(took_s, LEAST_S))
         tables = tuple(tuple(map(BlockId, range(blocks))) for _ in self.kv_spec.groups)
-        self._unsent.lent.append(Lent(seq_id, tables, kv=kv))
+        self._unsent.lent.append(Lent(seq_id, tables, hits=hits, kv=kv))
         self._tokens(seq_id, sequence, chunk._replace(finish_reason=finish))
 
     async def _decode(self, seq_id: SeqId, sequence: _Sequence, kv: EngineKv | None) -> None:

@@ -29,8 +29,10 @@ class EngineKeys:
     """The keys of the blocks that a server shares. Each message has a number; after a gap all keys are dropped, since nobody
     knows which blocks have gone."""
 
-    def __init__(self, model_name: bytes, block_size: int) -> None:
-        """`model_name` is what the router's salts name the weights by: the digest of the model."""
+    def __init__(self, model_name: bytes, block_size: int, num_blocks: int) -> None:
+        """`model_name` is what the router's salts name the weights by: the digest of the model. A server that tells of more
+        than its `num_blocks` has not told of all that has gone, so all keys are dropped."""
+        self._num_blocks = num_blocks
         self._model_name = model_name
         self._block_size = block_size
         self._published = PublishedKeys(1)
@@ -62,6 +64,9 @@ class EngineKeys:
             batch = msgpack.unpackb(payload, strict_map_key=False)
             for event in batch[1]:
                 self._event(event)
+                if len(self._known) > self._num_blocks:
+                    log.warning("vLLM tells of more shared blocks than its %s: they are unknown for a while", self._num_blocks)
+                    self._clear()
         except (msgpack.exceptions.UnpackException, ValueError, KeyError, TypeError, IndexError, struct.error) as exc:
             raise ValueError(f"a KV event of vLLM cannot be read: {exc!r:.100}") from exc
 

@@ -20,7 +20,7 @@ class EngineLoad(NamedTuple):
     prefix_queried: int
     prefix_hit: int
     tokens: int
-    """The prompt tokens and output tokens that it has computed: this number grows while it works."""
+    """A number that grows with each step: the tokens of its steps, and its prompt tokens and output tokens."""
     expired: int
     """The requests whose KV no reader has fetched in time."""
 
@@ -38,7 +38,8 @@ def read_load(page: str) -> EngineLoad:
         prefix_queried=int(_number(totals, "vllm:prefix_cache_queries_total", default=0.0)),
         prefix_hit=int(_number(totals, "vllm:prefix_cache_hits_total", default=0.0)),
         tokens=int(
-            _number(totals, "vllm:prompt_tokens_total", default=0.0)
+            _number(totals, "vllm:iteration_tokens_total_sum", default=0.0)
+            + _number(totals, "vllm:prompt_tokens_total", default=0.0)
             + _number(totals, "vllm:generation_tokens_total", default=0.0)
         ),
         expired=int(_number(totals, "vllm:nixl_num_kv_expired_reqs_total", default=0.0)),

@@ -204,3 +204,9 @@ def read_kv(answer: Any, prompt_len: int, block_size: int) -> EngineKv:
         return EngineKv(num_blocks, json.dumps(params).encode())
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise BadAnswer(f"vLLM sent no ticket ({exc!r:.100}): {answer!r:.200}") from exc
+
+
+def read_hits(answer: Any, block_size: int) -> int:
+    """Read how many blocks of a prompt the prefill server had already. A server that does not tell has had none."""
+    cached = answer["kv_transfer_params"].get("remote_prefill_cached_tokens")
+    return cached // block_size if isinstance(cached, int) and cached > 0 else 0

@@ -14,6 +14,7 @@ LIMITS = SpaceLimits(workers=4, chunk_tokens=512, max_num_seqs=64)
 def test_chunks_fit_the_memory_of_the_workers():
     assert chunks_of(AUTO, LIMITS) == (128, 256, 512)
     assert chunks_of(AUTO, SpaceLimits(4, 64, 64)) == (64,)
+    assert len(chunks_of(AUTO, SpaceLimits(4, 0, 64))) == 1, "workers of a foreign engine keep their steps"
     assert chunks_of("512,64,64", LIMITS) == (64, 512)
     assert first_chunk((128, 256, 1024), LIMITS) == 256
 

@@ -28,7 +28,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     made._begin_record()
     made._assign_gpus(2)
     assert made._record is not None
-    planned = plan.Blueprint(made.config, "", "", tmp_path, plan.WORKER_ENTRIES, NAME).plan(plan.DECODE, "decode-0")
+    planned = plan.Blueprint(made.config, "router:1", "", tmp_path, plan.WORKER_ENTRIES, NAME).plan(plan.DECODE, "decode-0")
     config = dataclasses.replace(planned.config, cluster_token=made._token)
     facts = WorkerFacts(ProcessId.own(), "", plan.DECODE, "", settings_digest(config))
     write_facts(made._record, "decode-0", facts)

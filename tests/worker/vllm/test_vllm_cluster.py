@@ -5,6 +5,8 @@ The stand-ins give each prompt one right output, so a wrong KV, a lost token and
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +17,7 @@ import psutil
 import pytest
 from stand_ins import engine, expected, prompt_of
 
+from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, RouterConfig
 from pdserve.rpc.v1 import common_pb2
 from testkit.client import Answer, generate_all, request
@@ -180,6 +183,19 @@ def test_a_server_that_runs_already_is_used_and_left_alone(tmp_path: Path) -> No
         with pytest.raises(RuntimeError, match="name the same model"), ProcessCluster(wrong, prefill=0):
             pass
         check(ask_all(cluster, 8))
+
+
+def test_a_model_that_pdserve_does_not_read_is_served(tmp_path: Path) -> None:
+    """Only its tokenizer and its shape are read here."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve("tiny"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["UnheardOfForCausalLM"], "odd_setting": 1}))
+    with ProcessCluster(replace(engine(), model=str(model))) as cluster:
+        check(ask_all(cluster, 8))
+    own = EngineConfig(model=str(model), threads=1)
+    with pytest.raises(RuntimeError, match="UnheardOfForCausalLM is not supported"), ProcessCluster(own):
+        pass
 
 
 def test_without_vllm_a_worker_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def take(keys: EngineKeys, number: int, *events: dict[str, Any]) -> tuple[set[in
 
 
 def test_a_recorded_event_names_the_blocks_of_its_prompt():
-    keys = EngineKeys(b"model", 128)
+    keys = EngineKeys(b"model", 128, 100)
     keys.message(0, bytes.fromhex(RECORDED["payload_hex"]))
     tokens = RECORDED["batch"][1][0]["token_ids"]
     assert set(keys.take().added) == set(keys_of(tokens, 128))
@@ -44,7 +44,7 @@ def test_a_recorded_event_names_the_blocks_of_its_prompt():
 
 
 def test_blocks_come_and_go_under_their_own_names():
-    keys, tokens = EngineKeys(b"model", SIZE), list(range(12))
+    keys, tokens = EngineKeys(b"model", SIZE, 100), list(range(12))
     first, second, third = keys_of(tokens, SIZE)
     assert take(keys, 0, stored([71], tokens[:4])) == ({first}, set())
     assert take(keys, 1, stored([72, 73], tokens[4:], parent=71)) == ({second, third}, set())
@@ -55,7 +55,7 @@ def test_blocks_come_and_go_under_their_own_names():
 
 
 def test_a_salt_names_other_blocks_and_other_extras_name_none():
-    keys, tokens = EngineKeys(b"model", SIZE), list(range(4))
+    keys, tokens = EngineKeys(b"model", SIZE, 100), list(range(4))
     assert take(keys, 0, stored([1], tokens, extra_keys=[["tenant"]])) == (set(keys_of(tokens, SIZE, "tenant")), set())
     for number, changes in enumerate(
         ({"extra_keys": [["image", 3]]}, {"block_size": 8}, {"group_idx": 1}, {"parent_block_hash": 55}, {"token_ids": [1, 2]}),
@@ -65,7 +65,7 @@ def test_a_salt_names_other_blocks_and_other_extras_name_none():
 
 
 def test_after_a_gap_nothing_is_believed():
-    keys, tokens = EngineKeys(b"model", SIZE), list(range(8))
+    keys, tokens = EngineKeys(b"model", SIZE, 100), list(range(8))
     first, second = keys_of(tokens, SIZE)
     take(keys, 0, stored([1, 2], tokens))
     assert take(keys, 2, stored([2], tokens[4:], parent=1)) == (set(), {first, second})
@@ -76,7 +76,7 @@ def test_after_a_gap_nothing_is_believed():
     "payload", [b"", b"\xc1", b"\x01", msgpack.packb([1.0]), msgpack.packb([1.0, [5]]), msgpack.packb([0, [{}]])]
 )
 def test_nonsense_is_refused(payload: bytes):
-    keys = EngineKeys(b"model", SIZE)
+    keys = EngineKeys(b"model", SIZE, 100)
     with pytest.raises(ValueError, match="KV event"):
         keys.message(0, payload)
     keys.message(1, msgpack.packb([0.0, [], 0]))

@@ -23,6 +23,7 @@ from pdserve.worker.vllm.requests import (
     discard_body,
     prefill_body,
     read_chunk,
+    read_hits,
     read_kv,
     seed_after,
 )
@@ -199,3 +200,9 @@ def test_settings_that_make_no_sense_with_another_engine_are_refused():
     }.items():
         with pytest.raises(ConfigError, match=name):
             check_settings(EngineConfig(backend="vllm", **{name: value}))
+
+
+@pytest.mark.parametrize(("said", "blocks"), [(0, 0), (None, 0), (127, 0), (256, 2), ("x", 0), (-5, 0)])
+def test_what_the_lender_had_already_is_counted_in_blocks(said: Any, blocks: int):
+    answer = {"kv_transfer_params": {**GOOD["kv_transfer_params"], "remote_prefill_cached_tokens": said}}
+    assert read_hits(answer, BLOCK) == blocks
