@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
+VLLM   := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pdserve/vllm
 NATIVE := $(wildcard pdserve/engine/native/src/*)
 N      ?= 2000
 SEED   ?= 1

@@ -34,6 +34,8 @@ from starlette.routing import Route
 
 BLOCK_SIZE: Final = 16
 EOS: Final = 2
+LEAVE_S: Final = 0.05
+"""The time between the last request of a server that leaves and its end: enough to answer a prompt."""
 
 
 @dataclasses.dataclass
@@ -46,6 +48,7 @@ class Faults:
     step_s: float = 0.0  # of each token
     prefill_s: float = 0.0  # of each prompt
     die_at: int = 0  # the process ends when this request has come
+    leave_at: int = 0  # the process ends when this request has been answered, before a reader can come
     hang_at: int = 0  # this request is never answered
     error_at: int = 0  # this request gets the status 500
     cut_at: int = 0  # the stream of this request ends after two tokens
@@ -134,6 +137,8 @@ class StandIn:
         memory."""
         self._expire()
         request_id = request.path_params["request_id"]
+        if self.faults.leave_at and self.requests >= self.faults.leave_at:
+            await asyncio.sleep(3600)  # its end comes first
         lent = self.lent[request_id]
         if lent.blocks:
             self.used_blocks -= lent.blocks
@@ -147,6 +152,8 @@ class StandIn:
         now, faults = self.requests, self.faults
         if now == faults.die_at:
             os._exit(9)
+        if now == faults.leave_at:
+            asyncio.get_running_loop().call_later(LEAVE_S, os._exit, 9)
         if now == faults.hang_at:
             await asyncio.sleep(3600)
         if now == faults.error_at:

@@ -153,7 +153,7 @@ class VllmEngine(WorkerEngine):
         self._unsent = _Unsent()
         self._flushing = False
         self._taken = 0
-        self._load = EngineLoad(0, 0, 0.0, 0, 0, 0, 0)
+        self._load = EngineLoad(0, 0.0, 0, 0, 0)
         self._prompt_tokens = self._output_tokens = 0
         self._prompt_tokens_per_s = self._step_s = 0.0
         self._newest = SeqId(0)

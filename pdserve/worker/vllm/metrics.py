@@ -14,15 +14,12 @@ class EngineLoad(NamedTuple):
     """The load of a server. `kv_usage` is the share of its blocks that are in use, from 0 to 1. The counts are since its
     start."""
 
-    running: int
     waiting: int
     kv_usage: float
     prefix_queried: int
     prefix_hit: int
     tokens: int
     """A number that grows with each step: the tokens of its steps, and its prompt tokens and output tokens."""
-    expired: int
-    """The requests whose KV no reader has fetched in time."""
 
 
 def read_load(page: str) -> EngineLoad:
@@ -32,7 +29,6 @@ def read_load(page: str) -> EngineLoad:
         totals[name] = totals.get(name, 0.0) + float(value)
     usage = _number(totals, "vllm:kv_cache_usage_perc", 1.0)
     return EngineLoad(
-        running=int(_number(totals, "vllm:num_requests_running")),
         waiting=int(_number(totals, "vllm:num_requests_waiting")),
         kv_usage=usage,
         prefix_queried=int(_number(totals, "vllm:prefix_cache_queries_total", default=0.0)),
@@ -42,7 +38,6 @@ def read_load(page: str) -> EngineLoad:
             + _number(totals, "vllm:prompt_tokens_total", default=0.0)
             + _number(totals, "vllm:generation_tokens_total", default=0.0)
         ),
-        expired=int(_number(totals, "vllm:nixl_num_kv_expired_reqs_total", default=0.0)),
     )
 
 

@@ -46,7 +46,6 @@ class ServerFacts:
     its KV pool, of `block_size` tokens each."""
 
     release: str
-    name: str
     root: str
     max_model_len: int
     block_size: int
@@ -135,7 +134,6 @@ def _facts(client: httpx2.Client) -> ServerFacts:
     cache = read_labels(client.get("/metrics").raise_for_status().text, "vllm:cache_config_info")
     return ServerFacts(
         release=release,
-        name=str(model["id"]),
         root=str(model["root"]),
         max_model_len=int(model["max_model_len"]),
         block_size=int(cache["block_size"]),

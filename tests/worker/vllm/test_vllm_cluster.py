@@ -128,6 +128,17 @@ def test_an_engine_that_misbehaves_costs_nobody_a_token(pool: str, fault: str) -
         cluster.heal()
 
 
+def test_a_prefill_server_that_ends_between_its_ticket_and_the_read_costs_a_replay() -> None:
+    place = Place(worker={"engine": engine(lease_s=1.0, leave_at=4)})
+    with ProcessCluster(engine(lease_s=1.0), prefill=2, places={"prefill-0": place}) as cluster:
+        answers = ask_all(cluster, 8)
+        check(answers)
+        assert any(answer.report.attempts > 1 for answer in answers)
+        cluster.processes["prefill-0"].popen.wait(30)
+        cluster.move("prefill-0", Place())
+        cluster.heal()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_an_engine_that_hangs_is_given_up(pool: str) -> None:

@@ -161,14 +161,14 @@ def test_nonsense_is_a_typed_error(answer: Any, top: int | None):
 def test_recorded_pages_tell_the_load(name: str, usage: float | None):
     page = (RECORDED / f"metrics_{name}.txt").read_text()
     load = read_load(page)
-    assert load.running == 0
+    assert load.waiting == 0
     assert load.kv_usage == usage if usage is not None else load.kv_usage > 0
     assert read_labels(page, "vllm:cache_config_info").items() >= {"block_size": "128", "num_gpu_blocks": "8192"}.items()
 
 
 @pytest.mark.parametrize("value", ["-1.0", "2.0", "nan", "inf", "x"])
 def test_a_load_that_cannot_be_is_refused(value: str):
-    page = f"vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc {value}\n"
+    page = f"vllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc {value}\n"
     with pytest.raises(ValueError, match=r"kv_cache_usage_perc|could not convert"):
         read_load(page)
     with pytest.raises(ValueError, match="lacks"):
