@@ -33,6 +33,12 @@ def test_the_proof_names_the_process_its_incarnations_and_its_flip() -> None:
     )
 
 
+def test_a_server_that_the_flip_has_started_again_is_told() -> None:
+    said = io.StringIO()
+    assert _prove(Console(file=said, width=40), BEFORE, state(engine="vllm 0.32.0"), "decode", NEW) == 0
+    assert said.getvalue().endswith("its server of vllm 0.32.0 started again (flip 1 of this process)\n")
+
+
 @pytest.mark.parametrize("after", [state(pid=4712), state(flips=0), state(incarnation=NEW + 1)], ids=["pid", "flips", "again"])
 def test_a_process_that_was_started_anew_is_no_flip(after, capsys) -> None:
     assert _prove(Console(file=io.StringIO()), BEFORE, after, "decode", NEW) == 1

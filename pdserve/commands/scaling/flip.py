@@ -68,9 +68,10 @@ def _prove(
     old, new = before.hello, after.hello
     if (new.incarnation, new.pid) != (incarnation, old.pid) or new.flips <= old.flips:
         return report(f"{new.worker_id} was started anew after its flip: pid {old.pid} -> {new.pid}", FAILED)
+    kept = f"its server of {new.engine} started again" if new.engine else "weights kept"
     console.print(
         f"{new.worker_id} is a {role} worker now: same process (pid {new.pid}), incarnation {_short(old.incarnation)} -> "
-        f"{_short(new.incarnation)}, weights kept (flip {new.flips} of this process)",
+        f"{_short(new.incarnation)}, {kept} (flip {new.flips} of this process)",
         soft_wrap=True,
     )
     return 0
