@@ -35,6 +35,7 @@ from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.rpc.v1 import common_pb2
 from pdserve.worker.engine_thread import EngineSteps, EngineThread, Mailbox
 from pdserve.worker.messages import EngineSnapshot, StepEvents
+from pdserve.worker.own_engine import OwnEngine
 from pdserve.worker.process import RunningWorker
 from testkit.scripted_router import ScriptedRouter
 
@@ -157,7 +158,10 @@ class Turns:
     def __init__(self, worker: RunningWorker) -> None:
         assert worker._loop is not None
         self._loop, self._member = worker._loop, worker._member
-        self._engine = worker._engine
+        own = worker.engine
+        assert isinstance(own, OwnEngine)
+        assert own._thread is not None
+        self._engine = own._thread
         self._publish = self._engine._publish
         self._kept: list[StepEvents] = []
 
