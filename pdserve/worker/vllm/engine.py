@@ -77,6 +77,8 @@ from pdserve.worker.vllm.requests import (
 from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmServer, check_settings
 
 log = logging.getLogger(__name__)
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""Begins the work of one sequence. One that is dropped before its task has run begins none."""
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for each request
 
 TRANSPORT: Final = "engine"
@@ -89,7 +91,7 @@ EVENTS_TASK: Final = "KV events of vLLM"
 POLL_S: Final = 1.0
 WATCH_S: Final = 0.2
 CONNECT_S: Final = 5.0
-DISCARD_S: Final = 1.0
+DISCARD_S: Final = 5.0
 """A request that only frees KV is closed after so long. vLLM has read it by then, and tells the lender's engine at the
 close."""
 LEAST_S: Final = 1e-6
@@ -301,13 +303,14 @@ class VllmEngine(WorkerEngine):
         match command:
             case AddLent(seq_id, spec, resumed, _):
                 sequence = self._add(seq_id, spec, resumed)
-                self._start(seq_id, sequence, self._prefill(seq_id, sequence))
+                self._start(seq_id, sequence, lambda: self._prefill(seq_id, sequence))
             case Reserve(seq_id, spec, local, resumed, _):
                 self._reserve(seq_id, spec, resumed, local=local)
             case Activate(seq_id, first_token, kv):
                 if (reserved := self._sequences.get(seq_id)) is not None:
                     reserved.drawn.append(first_token)
-                    self._start(seq_id, reserved, self._decode(seq_id, reserved, kv))
+                    reserved.fetches = kv is not None  # from now on, also if it is dropped before its task has begun
+                    self._start(seq_id, reserved, lambda: self._decode(seq_id, reserved, kv))
             case Abort(seq_id, _):
                 self._drop(seq_id)
             case ReturnLease(seq_id, read):
@@ -339,9 +342,9 @@ class VllmEngine(WorkerEngine):
         tables = tuple(tuple(map(BlockId, range(needed))) for _ in self.kv_spec.groups)  # as many as vLLM takes, not which ones
         self._unsent.reserved.append(ReserveResult(seq_id, tables))
         if local:
-            self._start(seq_id, sequence, self._decode(seq_id, sequence, None))
+            self._start(seq_id, sequence, lambda: self._decode(seq_id, sequence, None))
 
-    def _start(self, seq_id: SeqId, sequence: _Sequence, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, seq_id: SeqId, sequence: _Sequence, work: Work) -> None:
         sequence.runs = True
         sequence.task = self._spawn(self._guarded(seq_id, work), f"sequence {seq_id}")
 
@@ -356,10 +359,10 @@ class VllmEngine(WorkerEngine):
         else:
             sequence.task.cancel()
 
-    async def _guarded(self, seq_id: SeqId, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, seq_id: SeqId, work: Work) -> None:
         """Run the work of one sequence, and report what ended it other than its last token."""
         try:
-            await work
+            await work()
         except PdserveError as exc:
             self._give_up(seq_id, exc)
         except httpx2.HTTPError as exc:
@@ -407,7 +410,6 @@ class VllmEngine(WorkerEngine):
         spec = sequence.spec
         body = decode_body(spec, sequence.drawn, self.card.eos_token_ids, kv, self.kv_spec.block_size)
         finished, answered, began_s = False, False, self._now_s()
-        sequence.fetches = kv is not None
         if kv is None:
             self._prompt_tokens += sequence.tokens
         try:

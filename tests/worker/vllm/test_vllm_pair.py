@@ -5,6 +5,7 @@ The stand-ins believe every ticket, as vLLM does. So a ticket that pdserve lets 
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import psutil
@@ -169,9 +170,10 @@ def test_an_expired_ticket_is_refused_and_its_blocks_are_counted(router):
 
 def test_a_request_that_is_cancelled_during_its_handoff_frees_the_lender(router, pair):
     prefill, decode = pair
-    for seed in range(10):
+    for seed in range(30):
         bound, lent, started = reserve_and_lend(router, pair, prompt_of(50, seed=seed))
         router.attach(decode, bound, started)
+        time.sleep(seed / 3000)  # at any moment of it: before the commit, after it, and before vLLM has read the request
         router.cancel(prefill, lent)
         router.cancel(decode, bound)
 
