@@ -6,4 +6,17 @@ bounded queues and `call_soon_threadsafe`, and share no mutable object. A decode
 has a fourth one, which converts it.
 """
 
-__all__ = ["engine_thread", "host", "link", "member", "messages", "prefix_log", "process", "start_report"]
+__all__ = [
+    "engine",
+    "engine_thread",
+    "host",
+    "link",
+    "member",
+    "messages",
+    "openengine",
+    "own_engine",
+    "prefix_log",
+    "process",
+    "start_report",
+    "vllm",
+]
