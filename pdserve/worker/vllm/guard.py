@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 TERM_S = 3.0
 """The server may take so long to end by itself."""
@@ -36,9 +35,8 @@ def _end_with_worker(server: subprocess.Popen[bytes]) -> None:
         pass
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
-    end_s = time.monotonic() + TERM_S
-    while server.poll() is None and time.monotonic() < end_s:
-        time.sleep(0.05)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(TERM_S)
     _kill_group(server.pid)
 
 
