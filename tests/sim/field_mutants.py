@@ -91,7 +91,7 @@ def a_cancelled_request_begins_once_it_is_compiled(patch: pytest.MonkeyPatch) ->
 
 
 def requests_of_a_lost_link_begin_once_they_are_compiled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Compilations, "cancel_all", lambda self: None)
+    patch.setattr(Compilations, "cancel_all", lambda self, which=None: None)
 
 
 def a_drain_begins_what_was_compiled_meanwhile(patch: pytest.MonkeyPatch) -> None:
