@@ -95,6 +95,7 @@ class StandIn:
                 Route("/v1/models", self.models),
                 Route("/metrics", self.metrics),
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
             ]
         )
 
@@ -172,6 +173,24 @@ class StandIn:
         cut = 2 if now == faults.cut_at else 0
         return StreamingResponse(self._stream(body["token_ids"], params, ticket, cut), media_type="text/event-stream")
 
+    async def complete(self, request: Request) -> Response:
+        """Answer as `/v1/completions` does to a prompt of token ids, for the proxies of others. A token's text is its id."""
+        body = await request.json()
+        prompt, ticket = body["prompt"], body.get("kv_transfer_params") or {}
+        params = {"min_tokens": 0, "seed": None, "logprobs": None, "stop_token_ids": [], "max_tokens": body["max_tokens"]}
+        if not body["stream"]:
+            lent = (await self._prefill(prompt, params, short=False))["kv_transfer_params"]
+            return JSONResponse({"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "kv_transfer_params": lent})
+        return StreamingResponse(self._texts(prompt, params, ticket), media_type="text/event-stream")
+
+    async def _texts(self, prompt: list[int], params: dict[str, Any], ticket: dict[str, Any]) -> AsyncIterator[bytes]:
+        kv = await self._fetched(ticket) if ticket.get("do_remote_prefill") else prompt
+        async for choice in self._tokens(kv, prompt, params):
+            text = {"index": 0, "text": f" {choice['token_ids'][0]}", "finish_reason": choice["finish_reason"]}
+            yield _event({"object": "text_completion", "choices": [text]})
+        yield _event({"choices": [], "usage": {"completion_tokens": params["max_tokens"]}})
+        yield b"data: [DONE]\n\n"
+
     def _store(self, token_ids: list[int]) -> None:
         """Tell of the full blocks of a prompt that is computed."""
         if self.events is not None:
@@ -243,7 +262,7 @@ class StandIn:
         self.used_blocks += blocks
         try:
             while True:
-                await asyncio.sleep(self.faults.step_s)
+                await self._step()
                 token_id = next_token(seen, params, drawn, self.vocab)
                 seen.append(token_id)
                 drawn += 1
@@ -261,6 +280,11 @@ class StandIn:
         finally:
             self.running -= 1
             self.used_blocks -= blocks
+
+    async def _step(self) -> None:
+        """Wait for the end of the present step. All sequences of a server get their tokens together, as from an engine."""
+        step_s, now_s = self.faults.step_s, asyncio.get_running_loop().time()
+        await asyncio.sleep(step_s - now_s % step_s if step_s else 0.0)
 
     def _expire(self) -> None:
         for lent in self.lent.values():

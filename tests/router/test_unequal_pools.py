@@ -8,7 +8,7 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from pdserve.core.errors import IncompatiblePeer, Unavailable
 from pdserve.core.ids import Handle
@@ -215,19 +215,25 @@ SHAPES = st.tuples(st.sampled_from([5, 12, 13, 30, 64]), st.integers(4, 40), st.
 
 
 def idle_and_wanted(stage: Stage) -> list[tuple[str, str]]:
-    """Requests that wait while a decode worker with nothing to do could serve them."""
+    """Requests that wait while a decode worker with nothing to do could serve them. A request that failed on a worker rightly
+    waits for another one."""
     core, found = stage.core, []
-    workers = [worker for worker in core.registry.of_role(Role.DECODE) if not worker.work and worker.has_room]
     for request in core.waiting.all():
         lenders = [p for p in core.registry.of_role(Role.PREFILL) if p.hello.max_model_len > request.work_len]
-        for worker in workers:
+        able = []
+        for worker in core.registry.of_role(Role.DECODE):
             paired = any(core.pairs.usable(p.hello, worker.hello, now_s=stage.now_s) for p in lenders)
-            able = worker.hello.max_model_len >= request.max_len
-            if able and (paired or request.asked is not Placement.DISAGGREGATED):
-                found.append((request.request_id, worker.hello.worker_id))
+            if worker.hello.max_model_len >= request.max_len and (paired or request.asked is not Placement.DISAGGREGATED):
+                able.append(worker)
+        others = [worker for worker in able if worker.hello.worker_id not in request.avoid]
+        idle = [worker for worker in others or able if not worker.work and worker.has_room]
+        found += [(request.request_id, worker.hello.worker_id) for worker in idle]
     return found
 
 
+@example(
+    prefills=[(5, 4, 1)] * 3, decodes=[(5, 4, 1), (5, 4, 2)], cuts={(0, 1)}, never=False, probing=False, seed=53702
+)  # a second try waits for decode-0 while decode-1, where the first has failed, is idle
 @settings(max_examples=60, deadline=None)
 @given(
     prefills=st.lists(SHAPES, max_size=3),

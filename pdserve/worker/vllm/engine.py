@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
-
-import httpx2
 
 from kvtransfer.api import Region
 from kvtransfer.backends.engine import EngineTransport
@@ -30,11 +27,10 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import WorkerConfig
 from pdserve.core.block_hash import encode_parts
 from pdserve.core.blocks import BlockCounts
-from pdserve.core.errors import ConfigError, InternalBug, InvalidRequest, PdserveError, ReplicaLost, TransferFailed
+from pdserve.core.errors import ConfigError, InternalBug, PdserveError, ReplicaLost, TransferFailed
 from pdserve.core.ids import BlockId, Incarnation, SeqId, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason
-from pdserve.core.structured.constraint import FIELD
 from pdserve.core.worker import EngineTraits, WorkerLoad
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.rpc import codec
@@ -61,10 +57,10 @@ from pdserve.worker.messages import (
     StepEvents,
 )
 from pdserve.worker.start_report import MemoryReport
+from pdserve.worker.vllm.client import VllmClient
 from pdserve.worker.vllm.kv_events import EngineKeys, EventSocket
 from pdserve.worker.vllm.metrics import EngineLoad, read_load
 from pdserve.worker.vllm.requests import (
-    MAX_LINE_BYTES,
     BadAnswer,
     Chunk,
     decode_body,
@@ -79,7 +75,6 @@ from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmSe
 log = logging.getLogger(__name__)
 Work = Callable[[], Coroutine[Any, Any, None]]
 """Begins the work of one sequence. One that is dropped before its task has run begins none."""
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for each request
 
 TRANSPORT: Final = "engine"
 UNDIVIDED: Final = ("structured_outputs", "presence_penalty", "frequency_penalty")
@@ -90,15 +85,15 @@ REFUSED: Final = ("prompt_logprobs",)
 EVENTS_TASK: Final = "KV events of vLLM"
 POLL_S: Final = 1.0
 WATCH_S: Final = 0.2
-CONNECT_S: Final = 5.0
 DISCARD_S: Final = 5.0
 """A request that only frees KV is closed after so long. vLLM has read it by then, and tells the lender's engine at the
 close."""
+END_S: Final = 1.0
+"""A stream that does not end so long after its last token is closed."""
 LEAST_S: Final = 1e-6
 MEAN_SHARE: Final = 0.05
 """The part of a running mean that the newest value makes up: about 20 values count."""
 _HASHED_BYTES: Final = 1 << 24
-_PATH: Final = "/inference/v1/generate"
 
 
 @dataclass(slots=True)
@@ -145,7 +140,7 @@ class VllmEngine(WorkerEngine):
         self._server: VllmServer | None = None
         self._facts: ServerFacts | None = None
         self._directory = Path()
-        self._client: httpx2.AsyncClient | None = None
+        self._client: VllmClient | None = None
         self._view: EngineView | None = None
         self._slots = config.engine.max_num_seqs
         self._sequences: dict[SeqId, _Sequence] = {}
@@ -223,9 +218,12 @@ class VllmEngine(WorkerEngine):
 
     def _connect(self) -> None:
         assert self._server is not None
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self.config.engine.max_num_seqs)
-        timeout = httpx2.Timeout(None, connect=CONNECT_S)  # answers take as long as their computation; the router has deadlines
-        self._client = httpx2.AsyncClient(base_url=self._server.url, limits=limits, timeout=timeout, trust_env=False)
+        self._client = VllmClient(self._server.url)
+
+    @property
+    def _connected(self) -> VllmClient:
+        assert self._client is not None
+        return self._client
 
     def _listen(self) -> None:
         """Take the events of the present server from now on. It has connected to nobody before."""
@@ -251,16 +249,15 @@ class VllmEngine(WorkerEngine):
         if role == self._role:
             return
         self._role = role
-        server, client = self._server, self._client
+        server = self._server
         assert server is not None
-        assert client is not None
         if not server.ours:
             return
         log.info("%s changes its role: the server of vLLM starts again", self.config.worker_id)
         self._server = None
         for task in [task for task in self._tasks if task.get_name() == EVENTS_TASK]:
             task.cancel()
-        await client.aclose()
+        await self._connected.close()
         await asyncio.to_thread(server.stop)
         before = self._facts
         facts = await asyncio.to_thread(self._start_server)
@@ -278,7 +275,7 @@ class VllmEngine(WorkerEngine):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._client is not None:
-            await self._client.aclose()
+            await self._client.close()
 
     def stop(self, timeout_s: float) -> None:
         """End the server if this worker has started it."""
@@ -365,8 +362,6 @@ class VllmEngine(WorkerEngine):
             await work()
         except PdserveError as exc:
             self._give_up(seq_id, exc)
-        except httpx2.HTTPError as exc:
-            self._give_up(seq_id, ReplicaLost(f"the connection to vLLM broke: {exc or type(exc).__name__}"))
         except Exception as exc:
             log.exception("sequence %s", seq_id)
             self._give_up(seq_id, InternalBug(f"vLLM's worker: {exc!r}"))
@@ -385,7 +380,7 @@ class VllmEngine(WorkerEngine):
         """Compute a prompt and token 0, and report both with the engines' ticket."""
         spec, began_s = sequence.spec, self._now_s()
         body = prefill_body(spec, sequence.drawn, self.card.eos_token_ids)
-        answer = await self._post(body)
+        answer = await self._connected.ask(body)
         chunk = read_chunk(answer, top=spec.sampling.logprobs)
         if chunk is None or len(chunk.token_ids) != 1:
             raise BadAnswer(f"vLLM sent {0 if chunk is None else len(chunk.token_ids)} tokens instead of one")
@@ -413,8 +408,10 @@ class VllmEngine(WorkerEngine):
         if kv is None:
             self._prompt_tokens += sequence.tokens
         try:
-            async with contextlib.aclosing(self._stream(body)) as answers:
+            async with asyncio.timeout(None) as end, contextlib.aclosing(self._connected.stream(body)) as answers:
                 async for answer in _before(answers, self.config.lease.stalled_s, fetches=kv is not None):
+                    if finished:
+                        continue  # to the end of the stream: then its connection can take another request
                     sequence.fetches = False
                     if self._sequences.get(seq_id) is not sequence:
                         return  # it was dropped meanwhile
@@ -426,8 +423,12 @@ class VllmEngine(WorkerEngine):
                         self._step_s = _mean(self._step_s, self._now_s() - began_s)
                     began_s, answered = self._now_s(), True
                     if finished := self._tokens(seq_id, sequence, chunk):
-                        break
-        except (ReplicaLost, httpx2.HTTPError) as exc:
+                        end.reschedule(began_s + END_S)
+        except TimeoutError:
+            log.warning("vLLM does not close the stream of sequence %s", seq_id)
+        except ReplicaLost as exc:
+            if finished:
+                return
             if kv is not None and len(sequence.drawn) == sequence.began + 1 and not isinstance(exc, BadAnswer):
                 raise TransferFailed(f"vLLM did not get the KV of the prompt: {exc}") from exc
             raise
@@ -462,33 +463,10 @@ class VllmEngine(WorkerEngine):
     async def _discard(self, prompt_ids: tuple[int, ...], kv: EngineKv) -> None:
         """Let vLLM take over KV that nobody will use, and close the connection, so that the lender's engine frees it."""
         body = discard_body(prompt_ids, kv, self.kv_spec.block_size)
-        with contextlib.suppress(TimeoutError, httpx2.HTTPError, PdserveError):
-            async with asyncio.timeout(DISCARD_S), contextlib.aclosing(self._stream(body)) as answers:
+        with contextlib.suppress(TimeoutError, PdserveError):
+            async with asyncio.timeout(DISCARD_S), contextlib.aclosing(self._connected.stream(body)) as answers:
                 async for _ in answers:
                     break
-
-    async def _post(self, body: dict[str, Any]) -> Any:
-        """Send a request and return its answer. Raises `InvalidRequest` where vLLM refuses it, and `ReplicaLost`."""
-        assert self._client is not None
-        async with self._client.stream("POST", _PATH, json=body) as response:
-            content = await _content(response)
-            _check_status(response.status_code, content)
-            return _json(content)
-
-    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[Any]:
-        """Send a request and yield the events of its answer. Raises as `_post` does."""
-        assert self._client is not None
-        async with self._client.stream("POST", _PATH, json=body) as response:
-            if response.status_code != 200:
-                _check_status(response.status_code, await _content(response))
-            rest = b""
-            async for piece in response.aiter_bytes():
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: ") and line != b"data: [DONE]":
-                        yield _json(line[6:])
-                if len(rest) > MAX_LINE_BYTES:
-                    raise BadAnswer(f"vLLM sent an event of more than {MAX_LINE_BYTES} bytes")
 
     # Events and load --------------------------------------------------------------------------------------------------------
 
@@ -572,14 +550,12 @@ class VllmEngine(WorkerEngine):
                 last_s = self._now_s()
                 continue
             try:
-                assert self._client is not None
-                response = await self._client.get("/metrics", timeout=ANSWER_S)
-                load = read_load(response.raise_for_status().text)
-            except (httpx2.HTTPError, RuntimeError, ValueError) as exc:
+                load = read_load(await self._connected.load_page(ANSWER_S))
+            except (ReplicaLost, ValueError) as exc:
                 silent_s = self._now_s() - last_s
-                log.warning("vLLM does not tell its load: %s", exc or type(exc).__name__)
+                log.warning("vLLM does not tell its load: %s", exc)
                 if silent_s > self.config.engine.step_timeout_s:
-                    self._on_death(ReplicaLost(f"vLLM has not told its load for {silent_s:.0f} s: {exc or type(exc).__name__}"))
+                    self._on_death(ReplicaLost(f"vLLM has not told its load for {silent_s:.0f} s: {exc}"))
                     return
                 continue
             last_s = self._now_s()
@@ -626,37 +602,6 @@ async def _before(answers: AsyncIterator[Any], limit_s: float, *, fetches: bool)
         yield first
     async for answer in answers:
         yield answer
-
-
-async def _content(response: httpx2.Response) -> bytes:
-    content = bytearray()
-    async for piece in response.aiter_bytes():
-        content += piece
-        if len(content) > MAX_LINE_BYTES:
-            raise BadAnswer(f"vLLM sent an answer of more than {MAX_LINE_BYTES} bytes")
-    return bytes(content)
-
-
-def _check_status(status: int, content: bytes) -> None:
-    """Raise `InvalidRequest` for a request that vLLM refuses, and `ReplicaLost` for its own failures."""
-    if status == 200:
-        return
-    try:
-        message = str(json.loads(content)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        message = content[:200].decode(errors="replace")
-    if 400 <= status < 500 and status not in (404, 408, 429):
-        raise InvalidRequest(
-            f"vLLM refuses it: {message}", field=FIELD if "gramm" in message or "schema" in message else "request"
-        )
-    raise ReplicaLost(f"vLLM answered with status {status}: {message}")
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError as exc:
-        raise BadAnswer(f"vLLM sent what is not JSON: {content[:80]!r}") from exc
 
 
 def _weights(directory: Path, load_format: str) -> str:
