@@ -57,6 +57,7 @@ from pdserve.worker.messages import (
     StepEvents,
 )
 from pdserve.worker.start_report import MemoryReport
+from pdserve.worker.vllm.activity import Activity, Outstanding
 from pdserve.worker.vllm.client import VllmClient
 from pdserve.worker.vllm.kv_events import EngineKeys, EventSocket
 from pdserve.worker.vllm.metrics import EngineLoad, read_load
@@ -73,7 +74,7 @@ from pdserve.worker.vllm.requests import (
 from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmServer, check_settings
 
 log = logging.getLogger(__name__)
-Work = Callable[[], Coroutine[Any, Any, None]]
+Work = Callable[[Outstanding], Coroutine[Any, Any, None]]
 """Begins the work of one sequence. One that is dropped before its task has run begins none."""
 
 TRANSPORT: Final = "engine"
@@ -90,9 +91,6 @@ DISCARD_S: Final = 5.0
 close."""
 END_S: Final = 1.0
 """A stream that does not end so long after its last token is closed."""
-LEAST_S: Final = 1e-6
-MEAN_SHARE: Final = 0.05
-"""The part of a running mean that the newest value makes up: about 20 values count."""
 _HASHED_BYTES: Final = 1 << 24
 
 
@@ -151,8 +149,7 @@ class VllmEngine(WorkerEngine):
         self._flushing = False
         self._taken = 0
         self._load = EngineLoad(0, 0.0, 0, 0, 0)
-        self._prompt_tokens = self._output_tokens = 0
-        self._prompt_tokens_per_s = self._step_s = 0.0
+        self._activity = Activity()
         self._newest = SeqId(0)
         self._keys: EngineKeys | None = None
 
@@ -300,14 +297,14 @@ class VllmEngine(WorkerEngine):
         match command:
             case AddLent(seq_id, spec, resumed, _):
                 sequence = self._add(seq_id, spec, resumed)
-                self._start(seq_id, sequence, lambda: self._prefill(seq_id, sequence))
+                self._start(seq_id, sequence, lambda asked: self._prefill(seq_id, sequence, asked), prompt=True)
             case Reserve(seq_id, spec, local, resumed, _):
                 self._reserve(seq_id, spec, resumed, local=local)
             case Activate(seq_id, first_token, kv):
                 if (reserved := self._sequences.get(seq_id)) is not None:
                     reserved.drawn.append(first_token)
                     reserved.fetches = kv is not None  # from now on, also if it is dropped before its task has begun
-                    self._start(seq_id, reserved, lambda: self._decode(seq_id, reserved, kv))
+                    self._start(seq_id, reserved, lambda asked: self._decode(seq_id, reserved, asked, kv), prompt=kv is None)
             case Abort(seq_id, _):
                 self._drop(seq_id)
             case ReturnLease(seq_id, read):
@@ -339,11 +336,11 @@ class VllmEngine(WorkerEngine):
         tables = tuple(tuple(map(BlockId, range(needed))) for _ in self.kv_spec.groups)  # as many as vLLM takes, not which ones
         self._unsent.reserved.append(ReserveResult(seq_id, tables))
         if local:
-            self._start(seq_id, sequence, lambda: self._decode(seq_id, sequence, None))
+            self._start(seq_id, sequence, lambda asked: self._decode(seq_id, sequence, asked, None), prompt=True)
 
-    def _start(self, seq_id: SeqId, sequence: _Sequence, work: Work) -> None:
+    def _start(self, seq_id: SeqId, sequence: _Sequence, work: Work, *, prompt: bool) -> None:
         sequence.runs = True
-        sequence.task = self._spawn(self._guarded(seq_id, work), f"sequence {seq_id}")
+        sequence.task = self._spawn(self._guarded(seq_id, work, prompt=prompt), f"sequence {seq_id}")
 
     def _drop(self, seq_id: SeqId) -> None:
         """Forget a sequence, and end its request. One that fetches KV goes on until vLLM has answered, or for `DISCARD_S`: a
@@ -356,16 +353,18 @@ class VllmEngine(WorkerEngine):
         else:
             sequence.task.cancel()
 
-    async def _guarded(self, seq_id: SeqId, work: Work) -> None:
+    async def _guarded(self, seq_id: SeqId, work: Work, *, prompt: bool) -> None:
         """Run the work of one sequence, and report what ended it other than its last token."""
+        asked = self._activity.begin(self._now_s(), prompt=prompt)
         try:
-            await work()
+            await work(asked)
         except PdserveError as exc:
             self._give_up(seq_id, exc)
         except Exception as exc:
             log.exception("sequence %s", seq_id)
             self._give_up(seq_id, InternalBug(f"vLLM's worker: {exc!r}"))
         finally:
+            self._activity.end(asked, self._now_s())
             if (sequence := self._sequences.get(seq_id)) is not None:
                 sequence.task = None
 
@@ -376,9 +375,9 @@ class VllmEngine(WorkerEngine):
 
     # Requests ---------------------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, seq_id: SeqId, sequence: _Sequence) -> None:
+    async def _prefill(self, seq_id: SeqId, sequence: _Sequence, asked: Outstanding) -> None:
         """Compute a prompt and token 0, and report both with the engines' ticket."""
-        spec, began_s = sequence.spec, self._now_s()
+        spec = sequence.spec
         body = prefill_body(spec, sequence.drawn, self.card.eos_token_ids)
         answer = await self._connected.ask(body)
         chunk = read_chunk(answer, top=spec.sampling.logprobs)
@@ -393,20 +392,16 @@ class VllmEngine(WorkerEngine):
             kv = read_kv(answer, sequence.tokens, self.kv_spec.block_size)
             hits = read_hits(answer, self.kv_spec.block_size)
             self._lent_blocks[seq_id] = blocks
-        self._prompt_tokens += sequence.tokens
-        took_s = self._now_s() - began_s  # with the wait inside vLLM, as its users see it
-        self._prompt_tokens_per_s = _mean(self._prompt_tokens_per_s, sequence.tokens / max(took_s, LEAST_S))
+        self._activity.computed(asked, sequence.tokens - hits * self.kv_spec.block_size, self._now_s())
         tables = tuple(tuple(map(BlockId, range(blocks))) for _ in self.kv_spec.groups)
         self._unsent.lent.append(Lent(seq_id, tables, hits=hits, kv=kv))
-        self._tokens(seq_id, sequence, chunk._replace(finish_reason=finish))
+        self._tokens(seq_id, sequence, asked, chunk._replace(finish_reason=finish))
 
-    async def _decode(self, seq_id: SeqId, sequence: _Sequence, kv: EngineKv | None) -> None:
+    async def _decode(self, seq_id: SeqId, sequence: _Sequence, asked: Outstanding, kv: EngineKv | None) -> None:
         """Compute the rest of an output. With `kv`, vLLM first fetches the KV of the prompt by itself."""
         spec = sequence.spec
         body = decode_body(spec, sequence.drawn, self.card.eos_token_ids, kv, self.kv_spec.block_size)
-        finished, answered, began_s = False, False, self._now_s()
-        if kv is None:
-            self._prompt_tokens += sequence.tokens
+        finished = False
         try:
             async with asyncio.timeout(None) as end, contextlib.aclosing(self._connected.stream(body)) as answers:
                 async for answer in _before(answers, self.config.lease.stalled_s, fetches=kv is not None):
@@ -419,11 +414,10 @@ class VllmEngine(WorkerEngine):
                     if chunk is None or (not chunk.token_ids and chunk.finish_reason is None):
                         continue
                     self._check_ids(chunk)
-                    if answered:  # the time between two answers is that of a step
-                        self._step_s = _mean(self._step_s, self._now_s() - began_s)
-                    began_s, answered = self._now_s(), True
-                    if finished := self._tokens(seq_id, sequence, chunk):
-                        end.reschedule(began_s + END_S)
+                    if asked.prompt:
+                        self._activity.computed(asked, sequence.tokens, self._now_s())
+                    if finished := self._tokens(seq_id, sequence, asked, chunk):
+                        end.reschedule(self._now_s() + END_S)
         except TimeoutError:
             log.warning("vLLM does not close the stream of sequence %s", seq_id)
         except ReplicaLost as exc:
@@ -439,7 +433,7 @@ class VllmEngine(WorkerEngine):
         if chunk.token_ids and max(chunk.token_ids) >= self.card.vocab_size:
             raise BadAnswer(f"vLLM sent token id {max(chunk.token_ids)}, which is not below {self.card.vocab_size}")
 
-    def _tokens(self, seq_id: SeqId, sequence: _Sequence, chunk: Chunk) -> bool:
+    def _tokens(self, seq_id: SeqId, sequence: _Sequence, asked: Outstanding, chunk: Chunk) -> bool:
         """Report tokens, in order, and return True after the last one. What vLLM sends beyond the limit of the request is left
         out. Raises `BadAnswer` for an end before it."""
         room = sequence.spec.sampling.max_tokens - len(sequence.drawn)
@@ -454,8 +448,10 @@ class VllmEngine(WorkerEngine):
             logprobs = chunk.logprobs[number] if chunk.logprobs else None
             self._unsent.tokens.append(OutputToken(seq_id, len(sequence.drawn), token_id, ends, logprobs))
             sequence.drawn.append(token_id)
-        self._output_tokens += len(token_ids)
-        if finish is not None or self._role == common_pb2.ROLE_PREFILL:
+        now_s, ends_here = self._now_s(), finish is not None or self._role == common_pb2.ROLE_PREFILL
+        self._activity.answered(asked, len(token_ids), now_s)
+        if ends_here:
+            self._activity.end(asked, now_s)
             del self._sequences[seq_id]
         self._flush_soon()
         return finish is not None
@@ -513,7 +509,8 @@ class VllmEngine(WorkerEngine):
         return min(self._total, max(ours, math.ceil(self._load.kv_usage * self._total)))
 
     def _worker_load(self) -> WorkerLoad:
-        held = self._held()
+        held, activity = self._held(), self._activity
+        activity.advance(self._now_s())
         cached = 0 if self._keys is None else min(self._keys.count, self._total - held)
         while self._foreign and self._foreign[0][0] <= self._now_s():
             self._foreign.popleft()
@@ -528,10 +525,13 @@ class VllmEngine(WorkerEngine):
             prefix_queried_tokens=self._load.prefix_queried,
             prefix_hit_tokens=self._load.prefix_hit,
             max_num_seqs=self._slots,
-            prompt_tokens_per_s=self._prompt_tokens_per_s,
-            decode_step_s=self._step_s,
-            computed_prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
+            prompt_tokens_per_s=activity.prompt_tokens_per_s,
+            decode_step_s=activity.decode_step_s,
+            computed_prompt_tokens=activity.computed_prompt_tokens,
+            output_tokens=activity.output_tokens,
+            prompt_busy_s=activity.prompt_busy_s,
+            prompt_steps=activity.prompts,
+            decode_busy_s=activity.decode_busy_s,
         )
 
     def _queued_tokens(self) -> int:
@@ -581,11 +581,6 @@ class VllmEngine(WorkerEngine):
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _mean(before: float, now: float) -> float:
-    """Return the running mean of a measure. 0: there was none before."""
-    return now if before == 0.0 else before + (now - before) * MEAN_SHARE
 
 
 async def _before(answers: AsyncIterator[Any], limit_s: float, *, fetches: bool) -> AsyncIterator[Any]:
