@@ -138,6 +138,9 @@ bench-constraints: setup ## measure what structured output costs in a decode ste
 bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 
+bench-vllm-proxy: setup ## measure what pdserve adds to servers of vLLM, beside vLLM's toy proxy (PROXY=FILE of it; needs make setup-vllm)
+	@$(BIN)/python -m bench.router.vllm_proxy --proxy $(PROXY) $(ARGS)
+
 bench-core: setup ## measure what a request costs in the router's core against workers, queue and held prefixes
 	@$(BIN)/python -m bench.router.core_cost
 

@@ -46,7 +46,7 @@ class Faults:
     release: str = "0.32.0"
     root: str = ""  # the model that it claims to serve
     step_s: float = 0.0  # of each token
-    prefill_s: float = 0.0  # of each prompt
+    prefill_s: float = 0.0  # of each prompt; they are computed one after the other
     die_at: int = 0  # the process ends when this request has come
     leave_at: int = 0  # the process ends when this request has been answered, before a reader can come
     hang_at: int = 0  # this request is never answered
@@ -82,6 +82,7 @@ class StandIn:
         self.side_port = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
         self.vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         self.lent: dict[str, _Lent] = {}
+        self.computing = asyncio.Lock()
         endpoint = json.loads(args.kv_events_config)["endpoint"] if args.kv_events_config else ""
         self.events = KvEvents(endpoint, args.num_blocks) if endpoint else None
         self.requests = self.running = self.expired = self.tokens = self.used_blocks = 0
@@ -197,7 +198,8 @@ class StandIn:
             self.events.store(token_ids)
 
     async def _prefill(self, token_ids: list[int], params: dict[str, Any], *, short: bool) -> dict[str, Any]:
-        await asyncio.sleep(self.faults.prefill_s)
+        async with self.computing:
+            await asyncio.sleep(self.faults.prefill_s)
         answer = await self._whole(token_ids, params)
         if answer["choices"][0]["finish_reason"] != "length":
             return answer  # the real one lends nothing of a request that has ended by itself

@@ -4,7 +4,7 @@
 
 FILE is `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` of vLLM's repository. A cluster of pdserve starts one
 prefill and one decode server, and the proxy is put before the same two. Both get the same requests in turns, streamed over
-HTTP. The servers are stand-ins (testkit.vllm_stand_in) that take 20 ms for a prompt and 10 ms for a token, or with --real
+HTTP. The servers are stand-ins (testkit.vllm_stand_in) that take 5 ms for a prompt and 10 ms for a token, or with --real
 vLLM's CPU build (`make setup-vllm`).
 
 CPU is that of router and workers, or that of the proxy. Behind the proxy a server turns texts into tokens and back itself, and
@@ -43,7 +43,7 @@ PROMPT_TOKENS: Final = 100
 OUTPUT_TOKENS: Final = 16
 REQUESTS: Final = {1: 12, 8: 64}
 """How many requests a turn has, by how many there are at once."""
-FAULTS: Final = {"prefill_s": 0.02, "step_s": 0.01}
+FAULTS: Final = {"prefill_s": 0.005, "step_s": 0.01}
 SETTLE_S: Final = 0.3
 START_S: Final = 30.0
 VLLM: Final = "vllm.entrypoints.openai.api_server"
