@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def flip(worker: str, address: str, cluster_token: str, role: str | None) -> int:
     """Let WORKER change its role: it takes no new requests, finishes those that it has, and joins the other pool.
 
-    The process keeps its weights. The command ends when the worker has joined in its new role. Ctrl-C ends only the command.
+    The process keeps its weights; with vLLM, its server starts again and loads them. The command ends when the worker has
+    joined in its new role. Ctrl-C ends only the command.
     """
     from pdserve.client import AdminClient
     from pdserve.commands import tables
