@@ -10,12 +10,11 @@ import asyncio
 import logging
 from typing import Final
 
-from kvtransfer.lease_client import FollowedLease, LeaseClient
-from kvtransfer.pull import PrefillStalled, PullResult
+from kvtransfer.lease_client import LeaseClient
+from kvtransfer.pull import PullResult
 from kvtransfer.ticket import EngineTicket
 from pdserve.core.errors import PdserveError, TransferFailed
 from pdserve.core.ids import LeaseId, ReaderId
-from pdserve.core.lease import FirstToken
 from pdserve.core.reader import SendCommit
 from pdserve.worker.host import Host
 from pdserve.worker.messages import DiscardKv, EngineKv
@@ -54,11 +53,11 @@ class InboundEngineKv:
         self._blocks = blocks
         self._wait_s = wait_s
         self._kv: EngineKv | None = None
-        self._lease: FollowedLease | None = None
+        self._ticket: tuple[LeaseId, EngineTicket] | None = None
         self._work: asyncio.Task[PullResult] | None = None
 
     async def pull(self, lease_id: LeaseId, ticket_bytes: bytes) -> PullResult:
-        """Wait for the prompt, and commit. The KV may be used only after this has returned.
+        """Commit. The KV may be used only after this has returned.
 
         Raises `LeaseGone`, `TransferFailed`, `ReplicaLost`, `DeadlineExceeded`, `IncompatiblePeer`. A cancellation does not
         stop the work: `abandon` waits for its end."""
@@ -66,35 +65,19 @@ class InboundEngineKv:
         ticket.check_request(lease_id, self._prompt_hash)
         if ticket.num_blocks != self._blocks:
             raise TransferFailed(f"the ticket is of {ticket.num_blocks} blocks, but the prompt has {self._blocks}")
+        self._ticket = lease_id, ticket
         self._work = asyncio.create_task(self._commit(lease_id, ticket), name=f"handoff of lease {lease_id}")
         return await asyncio.shield(self._work)
 
     async def _commit(self, lease_id: LeaseId, ticket: EngineTicket) -> PullResult:
+        """Commit at once. The lease needs no follower: a foreign engine lends a prompt when the whole is computed."""
         loop = asyncio.get_running_loop()
-        self._lease = lease = await self._leases.attach(lease_id, ticket, deadline_s=self._wait_s)
-        first_token = await self._first_token(lease)
-        known_s = loop.time()
-        await lease.commit(self._reader_id, SendCommit(blocks=ticket.num_blocks, first=0, sums=()))
-        lease.close()
+        began_s, commit = loop.time(), SendCommit(blocks=ticket.num_blocks, first=0, sums=())
+        first_token = await self._leases.commit(lease_id, ticket, self._reader_id, commit, deadline_s=self._wait_s)
         self._kv = EngineKv(ticket.num_blocks, ticket.params)
-        took_s = loop.time() - known_s
+        took_s = loop.time() - began_s
         kv_bytes = ticket.num_blocks * self._host.kv_spec.block_bytes
         return PullResult(first_token, ticket.num_blocks, kv_bytes, 0, 0.0, took_s, took_s, 0)
-
-    async def _first_token(self, lease: FollowedLease) -> FirstToken:
-        """Wait until the lender has the whole prompt, and return token 0. Raises the lease's error, and `PrefillStalled`."""
-        limit_s = min(self._wait_s, self._host.config.lease.stalled_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    changed = lease.changed
-                    if lease.error is not None:
-                        raise lease.error
-                    if lease.first_token is not None:
-                        return lease.first_token
-                    await asyncio.shield(changed)
-        except TimeoutError:
-            raise PrefillStalled(f"lease {lease.lease_id}: the prompt was not computed within {limit_s:.1f} s") from None
 
     def take_kv(self) -> EngineKv | None:
         """Return the ticket of the engines after `pull` has returned, once. The engine must use or discard it."""
@@ -114,7 +97,5 @@ class InboundEngineKv:
         kv = self.take_kv()
         if kv is not None and kv.params:
             self._host.submit(DiscardKv(self._prompt_ids, kv))
-        if self._lease is not None:
-            self._lease.close()
-            if release and kv is None:
-                await self._lease.release()
+        if self._ticket is not None and release and kv is None:
+            await self._leases.release(*self._ticket)

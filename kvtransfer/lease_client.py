@@ -10,9 +10,10 @@ router has the same rule for workers. A lender that is only busy answers late an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,11 +46,24 @@ from pdserve.rpc.v1 import peer_pb2, peer_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The lender's answer to a Commit. If it is CORRUPT, `rotted_blocks` blocks have changed in the lender's memory; None: the
-    lender does not know how many."""
+    """The lender's answer to a Commit. OK comes with token 0. With CORRUPT, `rotted_blocks` blocks have changed in the lender's
+    memory; None: the lender does not know how many."""
 
     answer: CommitAnswer
+    first_token: FirstToken | None = None
     rotted_blocks: int | None = None
+
+    def check(self, lease_id: LeaseId, commit: SendCommit) -> None:
+        """Raise `LeaseGone`, `KvCorrupt` or `KvRotted` unless the lease was committed."""
+        if self.answer is CommitAnswer.GONE:
+            raise LeaseGone(f"lease {lease_id} was gone when {commit.blocks} blocks had been read")
+        if self.answer is not CommitAnswer.CORRUPT:
+            return
+        read = f"{commit.blocks - commit.first} blocks of lease {lease_id}"
+        if self.rotted_blocks == 0:
+            raise KvCorrupt(f"{read} were not read as they were written, and the lender still holds what it wrote")
+        where = f"{self.rotted_blocks} have changed" if self.rotted_blocks else "it is not known what has changed"
+        raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
 
 
 class FollowedLease:
@@ -99,16 +113,7 @@ class FollowedLease:
         must then be discarded.
         """
         self._committing = True  # from here on only the answer decides: a pushed GONE may come from our own Commit
-        committed = await self._lender.commit(self.lease_id, self.proof, reader_id, commit)
-        if committed.answer is CommitAnswer.GONE:
-            raise LeaseGone(f"lease {self.lease_id} was gone when {commit.blocks} blocks had been read")
-        if committed.answer is not CommitAnswer.CORRUPT:
-            return
-        read = f"{commit.blocks - commit.first} blocks of lease {self.lease_id}"
-        if committed.rotted_blocks == 0:
-            raise KvCorrupt(f"{read} were not read as they were written, and the lender still holds what it wrote")
-        where = f"{committed.rotted_blocks} have changed" if committed.rotted_blocks else "it is not known what has changed"
-        raise KvRotted(f"{read} were not read as they were written: {where} in the lender's memory")
+        (await self._lender.commit(self.lease_id, self.proof, reader_id, commit)).check(self.lease_id, commit)
 
     async def release(self) -> None:
         """Give the lease up early, with one bounded try: a lease also expires by itself. Never raises a `PdserveError`."""
@@ -278,7 +283,11 @@ class PeerLink:
                 failure = exc
             else:
                 answer = _ANSWERS.get(response.result, CommitAnswer.GONE)  # so counts an answer that only newer lenders know
-                return Committed(answer, response.rotted_blocks if response.HasField("rotted_blocks") else None)
+                rotted = response.rotted_blocks if response.HasField("rotted_blocks") else None
+                try:
+                    return Committed(answer, codec.first_token_from_wire(response), rotted)
+                except KeyError as exc:
+                    raise IncompatiblePeer(f"{self.address} sent finish reason {exc}, unknown here") from exc
         if isinstance(failure, ReplicaLost):
             raise failure
         raise LeaseGone(f"lease {lease_id}: no answer to Commit in {COMMIT_TRIES} tries: {failure}")
@@ -495,6 +504,34 @@ class LeaseClient:
         Raises `LeaseGone` when the lender was replaced, `ReplicaLost` when it cannot be reached, `TransferFailed` when the
         transport cannot connect, `IncompatiblePeer`, and `DeadlineExceeded` when the request's `deadline_s` passes first.
         """
+        async with self._linked(lease_id, ticket, deadline_s) as entry:
+            await self._transfer.connect(ticket.incarnation, await self._handshake(entry))
+            return await entry.link.follow(lease_id, ticket.prompt_len, ticket.proof)
+
+    async def commit(
+        self, lease_id: LeaseId, ticket: LeaseTicket, reader_id: ReaderId, commit: SendCommit, *, deadline_s: float
+    ) -> FirstToken:
+        """Commit a lease whose prompt is computed, and from which this worker reads nothing itself, and return token 0.
+
+        Raises as `attach` and `FollowedLease.commit` do.
+        """
+        async with self._linked(lease_id, ticket, deadline_s) as entry:
+            await self._handshake(entry)
+            committed = await entry.link.commit(lease_id, ticket.proof, reader_id, commit)
+        committed.check(lease_id, commit)
+        if committed.first_token is None:
+            raise TransferFailed(f"lease {lease_id} was committed, but {ticket.peer_address} did not tell token 0")
+        return committed.first_token
+
+    async def release(self, lease_id: LeaseId, ticket: LeaseTicket) -> None:
+        """Give up a lease that was not committed, with one bounded try. It also expires by itself."""
+        entry = self._entries.get(ticket.incarnation)
+        if entry is not None:
+            await entry.link.release(lease_id, ticket.proof)
+
+    @contextlib.asynccontextmanager
+    async def _linked(self, lease_id: LeaseId, ticket: LeaseTicket, deadline_s: float) -> AsyncIterator[_Entry]:
+        """Give the link to a ticket's lender, which stays open for so long. Raises `DeadlineExceeded`."""
         if self._closed:
             raise ReplicaLost("the lease client is closed")
         if lease_id != ticket.lease_id:
@@ -503,9 +540,7 @@ class LeaseClient:
         entry.num_attaching += 1
         try:
             async with asyncio.timeout(deadline_s):
-                metadata = await self._handshake(entry)
-                await self._transfer.connect(ticket.incarnation, metadata)
-                return await entry.link.follow(lease_id, ticket.prompt_len, ticket.proof)
+                yield entry
         except TimeoutError as exc:
             raise DeadlineExceeded(f"{ticket.peer_address} was not ready to be read within {deadline_s:.1f} s") from exc
         finally:

@@ -264,7 +264,10 @@ class LeaseService(peer_pb2_grpc.LeaseServicer):
         if answer is CommitAnswer.CORRUPT and lease is not None:
             self.corrupt_blocks += lease.differing(request.first, sums) or 0
             rotted = await self._look_into(lease)
-        return peer_pb2.CommitResponse(result=_RESULTS[answer], rotted_blocks=rotted)
+        first = self._table.first_token(lease_id) if answer is CommitAnswer.OK else None
+        return peer_pb2.CommitResponse(
+            result=_RESULTS[answer], rotted_blocks=rotted, first_token=codec.first_token_to_wire(first)
+        )
 
     async def Release(self, request: peer_pb2.ReleaseRequest, context: Any) -> peer_pb2.ReleaseResponse:
         await require_token(context, self._cluster_token)

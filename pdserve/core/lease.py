@@ -348,6 +348,11 @@ class LeaseTable:
         for lease in [lease for lease in self._held.values() if not spoilt.isdisjoint(lease.blocks)]:
             self._move(lease, LeaseEvent.RELEASE)
 
+    def first_token(self, lease_id: LeaseId) -> FirstToken | None:
+        """Return token 0 of a lease that is held, or whose end is still remembered. None: it is unknown or not complete."""
+        lease = self._known(lease_id)
+        return None if lease is None else lease.first_token
+
     def held(self, lease_id: LeaseId) -> Lease | None:
         """Return the held lease, even if its expiry is due. None: no such lease is held. The caller must not change it."""
         return self._held.get(lease_id)

@@ -367,23 +367,32 @@ def reader_id_from_wire(wire: common_pb2.ReaderId) -> ReaderId:
 
 def lease_view_to_wire(view: LeaseView) -> peer_pb2.LeaseStatus:
     """Write the status of a lease as a message."""
-    first = view.first_token
     return peer_pb2.LeaseStatus(
         lease_id=lease_id_to_wire(view.lease_id),
         state=peer_pb2.LEASE_STATE_HELD if view.held else peer_pb2.LEASE_STATE_GONE,
         watermark=view.watermark,
-        first_token=peer_pb2.FirstToken(id=first.token_id, finish_reason=finish_to_wire(first.finish_reason))
-        if first
-        else None,
+        first_token=first_token_to_wire(view.first_token),
     )
 
 
 def lease_view_from_wire(wire: peer_pb2.LeaseStatus) -> LeaseView:
     """Read the status of a lease. Raises KeyError for a finish reason that is not in the enum."""
-    first = None
-    if wire.HasField("first_token"):
-        first = FirstToken(wire.first_token.id, finish_from_wire(wire.first_token.finish_reason))
+    first = first_token_from_wire(wire)
     return LeaseView(lease_id_from_wire(wire.lease_id), wire.state == peer_pb2.LEASE_STATE_HELD, wire.watermark, first)
+
+
+def first_token_to_wire(first: FirstToken | None) -> peer_pb2.FirstToken | None:
+    """Write token 0 as a message, if it is known."""
+    if first is None:
+        return None
+    return peer_pb2.FirstToken(id=first.token_id, finish_reason=finish_to_wire(first.finish_reason))
+
+
+def first_token_from_wire(wire: peer_pb2.LeaseStatus | peer_pb2.CommitResponse) -> FirstToken | None:
+    """Read the token 0 of an answer. None: it has none. Raises KeyError for a finish reason that is not in the enum."""
+    if not wire.HasField("first_token"):
+        return None
+    return FirstToken(wire.first_token.id, finish_from_wire(wire.first_token.finish_reason))
 
 
 Entry = tuple[float, str, tuple[tuple[str, str | int | float], ...]]

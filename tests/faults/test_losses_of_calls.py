@@ -111,7 +111,7 @@ class Calls:
             return ids
 
     def scored(self, i: int) -> Any:
-        params = SamplingParams(max_tokens=96, seed=i, prompt_logprobs=1, logprobs=1, ignore_eos=True)
+        params = SamplingParams(max_tokens=200, seed=i, prompt_logprobs=1, logprobs=1, ignore_eos=True)
         (one,) = self._grpc.generate(prompt(300, i), params, placement="disaggregated").outputs
         return one.ids, one.logprobs, one.prompt_logprobs, one.finish_reason
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pdserve.rpc.v1 import common_pb2 as pdserve_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/peer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\x98\x01\n\x10HandshakeRequest\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1b\n\x13oldest_peer_version\x18x \x01(\r\x12\x14\n\x0cpeer_version\x18y \x01(\r\x12\x15\n\x0cmodel_digest\x18\xe6\x01 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0bincarnationR\x0e\x61gent_metadata\"\x9d\x01\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1b\n\x13oldest_peer_version\x18x \x01(\r\x12\x14\n\x0cpeer_version\x18y \x01(\r\x12\x15\n\x0cmodel_digest\x18\xe6\x01 \x01(\t\"H\n\x0cWatchRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\xa7\x01\n\x0bLeaseStatus\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.pdserve.rpc.v1.LeaseState\x12\x11\n\twatermark\x18\x03 \x01(\r\x12/\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\"M\n\nFirstToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\"J\n\x0cRenewRequest\x12*\n\tlease_ids\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06proofs\x18( \x03(\x0c\">\n\rRenewResponse\x12-\n\x08statuses\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.LeaseStatus\"\xd0\x01\n\rCommitRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12+\n\treader_id\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReaderId\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18( \x01(\r\x12\r\n\x05proof\x18* \x01(\x0c\x12-\n\ngroup_sums\x18+ \x03(\x0b\x32\x19.pdserve.rpc.v1.GroupSumsJ\x04\x08)\x10*R\x04sums\"\x19\n\tGroupSums\x12\x0c\n\x04sums\x18\x01 \x03(\x06\"l\n\x0e\x43ommitResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.CommitResult\x12\x1a\n\rrotted_blocks\x18( \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_rotted_blocks\"J\n\x0eReleaseRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\x11\n\x0fReleaseResponse*U\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LEASE_STATE_HELD\x10\x01\x12\x14\n\x10LEASE_STATE_GONE\x10\x02*v\n\x0c\x43ommitResult\x12\x1d\n\x19\x43OMMIT_RESULT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMMIT_RESULT_OK\x10\x01\x12\x16\n\x12\x43OMMIT_RESULT_GONE\x10\x02\x12\x19\n\x15\x43OMMIT_RESULT_CORRUPT\x10\x03\x32X\n\x04Peer\x12P\n\tHandshake\x12 .pdserve.rpc.v1.HandshakeRequest\x1a!.pdserve.rpc.v1.HandshakeResponse2\xaa\x02\n\x05Lease\x12\x46\n\x05Watch\x12\x1c.pdserve.rpc.v1.WatchRequest\x1a\x1b.pdserve.rpc.v1.LeaseStatus(\x01\x30\x01\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12J\n\x07Release\x12\x1e.pdserve.rpc.v1.ReleaseRequest\x1a\x1f.pdserve.rpc.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/rpc/v1/peer.proto\x12\x0epdserve.rpc.v1\x1a\x1bpdserve/rpc/v1/common.proto\"\x98\x01\n\x10HandshakeRequest\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1b\n\x13oldest_peer_version\x18x \x01(\r\x12\x14\n\x0cpeer_version\x18y \x01(\r\x12\x15\n\x0cmodel_digest\x18\xe6\x01 \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0bincarnationR\x0e\x61gent_metadata\"\x9d\x01\n\x11HandshakeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x61gent_metadata\x18\x02 \x01(\x0c\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1b\n\x13oldest_peer_version\x18x \x01(\r\x12\x14\n\x0cpeer_version\x18y \x01(\r\x12\x15\n\x0cmodel_digest\x18\xe6\x01 \x01(\t\"H\n\x0cWatchRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\xa7\x01\n\x0bLeaseStatus\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.pdserve.rpc.v1.LeaseState\x12\x11\n\twatermark\x18\x03 \x01(\r\x12/\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1a.pdserve.rpc.v1.FirstToken\"M\n\nFirstToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x33\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1c.pdserve.rpc.v1.FinishReason\"J\n\x0cRenewRequest\x12*\n\tlease_ids\x18\x01 \x03(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\x0e\n\x06proofs\x18( \x03(\x0c\">\n\rRenewResponse\x12-\n\x08statuses\x18\x01 \x03(\x0b\x32\x1b.pdserve.rpc.v1.LeaseStatus\"\xd0\x01\n\rCommitRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12+\n\treader_id\x18\x02 \x01(\x0b\x32\x18.pdserve.rpc.v1.ReaderId\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\r\n\x05\x66irst\x18( \x01(\r\x12\r\n\x05proof\x18* \x01(\x0c\x12-\n\ngroup_sums\x18+ \x03(\x0b\x32\x19.pdserve.rpc.v1.GroupSumsJ\x04\x08)\x10*R\x04sums\"\x19\n\tGroupSums\x12\x0c\n\x04sums\x18\x01 \x03(\x06\"\x9d\x01\n\x0e\x43ommitResponse\x12,\n\x06result\x18\x01 \x01(\x0e\x32\x1c.pdserve.rpc.v1.CommitResult\x12\x1a\n\rrotted_blocks\x18( \x01(\rH\x00\x88\x01\x01\x12/\n\x0b\x66irst_token\x18) \x01(\x0b\x32\x1a.pdserve.rpc.v1.FirstTokenB\x10\n\x0e_rotted_blocks\"J\n\x0eReleaseRequest\x12)\n\x08lease_id\x18\x01 \x01(\x0b\x32\x17.pdserve.rpc.v1.LeaseId\x12\r\n\x05proof\x18( \x01(\x0c\"\x11\n\x0fReleaseResponse*U\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10LEASE_STATE_HELD\x10\x01\x12\x14\n\x10LEASE_STATE_GONE\x10\x02*v\n\x0c\x43ommitResult\x12\x1d\n\x19\x43OMMIT_RESULT_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43OMMIT_RESULT_OK\x10\x01\x12\x16\n\x12\x43OMMIT_RESULT_GONE\x10\x02\x12\x19\n\x15\x43OMMIT_RESULT_CORRUPT\x10\x03\x32X\n\x04Peer\x12P\n\tHandshake\x12 .pdserve.rpc.v1.HandshakeRequest\x1a!.pdserve.rpc.v1.HandshakeResponse2\xaa\x02\n\x05Lease\x12\x46\n\x05Watch\x12\x1c.pdserve.rpc.v1.WatchRequest\x1a\x1b.pdserve.rpc.v1.LeaseStatus(\x01\x30\x01\x12\x44\n\x05Renew\x12\x1c.pdserve.rpc.v1.RenewRequest\x1a\x1d.pdserve.rpc.v1.RenewResponse\x12G\n\x06\x43ommit\x12\x1d.pdserve.rpc.v1.CommitRequest\x1a\x1e.pdserve.rpc.v1.CommitResponse\x12J\n\x07Release\x12\x1e.pdserve.rpc.v1.ReleaseRequest\x1a\x1f.pdserve.rpc.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.rpc.v1.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=1295
-  _globals['_LEASESTATE']._serialized_end=1380
-  _globals['_COMMITRESULT']._serialized_start=1382
-  _globals['_COMMITRESULT']._serialized_end=1500
+  _globals['_LEASESTATE']._serialized_start=1345
+  _globals['_LEASESTATE']._serialized_end=1430
+  _globals['_COMMITRESULT']._serialized_start=1432
+  _globals['_COMMITRESULT']._serialized_end=1550
   _globals['_HANDSHAKEREQUEST']._serialized_start=75
   _globals['_HANDSHAKEREQUEST']._serialized_end=227
   _globals['_HANDSHAKERESPONSE']._serialized_start=230
@@ -54,14 +54,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITREQUEST']._serialized_end=1061
   _globals['_GROUPSUMS']._serialized_start=1063
   _globals['_GROUPSUMS']._serialized_end=1088
-  _globals['_COMMITRESPONSE']._serialized_start=1090
-  _globals['_COMMITRESPONSE']._serialized_end=1198
-  _globals['_RELEASEREQUEST']._serialized_start=1200
-  _globals['_RELEASEREQUEST']._serialized_end=1274
-  _globals['_RELEASERESPONSE']._serialized_start=1276
-  _globals['_RELEASERESPONSE']._serialized_end=1293
-  _globals['_PEER']._serialized_start=1502
-  _globals['_PEER']._serialized_end=1590
-  _globals['_LEASE']._serialized_start=1593
-  _globals['_LEASE']._serialized_end=1891
+  _globals['_COMMITRESPONSE']._serialized_start=1091
+  _globals['_COMMITRESPONSE']._serialized_end=1248
+  _globals['_RELEASEREQUEST']._serialized_start=1250
+  _globals['_RELEASEREQUEST']._serialized_end=1324
+  _globals['_RELEASERESPONSE']._serialized_start=1326
+  _globals['_RELEASERESPONSE']._serialized_end=1343
+  _globals['_PEER']._serialized_start=1552
+  _globals['_PEER']._serialized_end=1640
+  _globals['_LEASE']._serialized_start=1643
+  _globals['_LEASE']._serialized_end=1941
 # @@protoc_insertion_point(module_scope)

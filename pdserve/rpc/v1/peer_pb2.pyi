@@ -121,12 +121,14 @@ class GroupSums(_message.Message):
     def __init__(self, sums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("result", "rotted_blocks")
+    __slots__ = ("result", "rotted_blocks", "first_token")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     ROTTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     result: CommitResult
     rotted_blocks: int
-    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., rotted_blocks: _Optional[int] = ...) -> None: ...
+    first_token: FirstToken
+    def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., rotted_blocks: _Optional[int] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id", "proof")

@@ -33,6 +33,8 @@ class Activity:
         self.prompt_busy_s = self.decode_busy_s = 0.0
         self.decode_step_s = 0.0
         """The mean time between two answers to a request. 0: there were none."""
+        self.streaming = 0
+        """The requests that have got an answer and will get more."""
         self._with_prompt = self._with_output = 0
         self._seen_s = self._prompt_since_s = 0.0
         self._recent_tokens = self._recent_s = 0.0
@@ -76,7 +78,9 @@ class Activity:
     def answered(self, request: Outstanding, tokens: int, now_s: float) -> None:
         """Count an answer to a request: so many tokens of output. The time between two answers is that of a step."""
         self.output_tokens += tokens
-        if request.answered_s is not None:
+        if request.answered_s is None:
+            self.streaming += 1
+        else:
             step_s = now_s - request.answered_s
             self.decode_step_s += (step_s - self.decode_step_s) * (SHARE if self.decode_step_s else 1.0)
         request.answered_s = now_s
@@ -87,6 +91,7 @@ class Activity:
             return
         self.advance(now_s)
         request.ended = True
+        self.streaming -= request.answered_s is not None
         if request.prompt:
             self._with_prompt -= 1
         else:

@@ -89,6 +89,9 @@ WATCH_S: Final = 0.2
 DISCARD_S: Final = 5.0
 """A request that only frees KV is closed after so long. vLLM has read it by then, and tells the lender's engine at the
 close."""
+GATHER_S: Final = 0.002
+"""A token waits at most so long for those of other sequences: the tokens of one step come in some milliseconds one after the
+other, and a message of its own for each would cost more than all the rest."""
 END_S: Final = 1.0
 """A stream that does not end so long after its last token is closed."""
 _HASHED_BYTES: Final = 1 << 24
@@ -146,7 +149,7 @@ class VllmEngine(WorkerEngine):
         self._foreign: deque[tuple[float, int]] = deque()  # (end, blocks) of KV that waits for vLLM's own time
         self._tasks: set[asyncio.Task[None]] = set()
         self._unsent = _Unsent()
-        self._flushing = False
+        self._flushing: asyncio.Handle | None = None
         self._taken = 0
         self._load = EngineLoad(0, 0.0, 0, 0, 0)
         self._activity = Activity()
@@ -448,12 +451,13 @@ class VllmEngine(WorkerEngine):
             logprobs = chunk.logprobs[number] if chunk.logprobs else None
             self._unsent.tokens.append(OutputToken(seq_id, len(sequence.drawn), token_id, ends, logprobs))
             sequence.drawn.append(token_id)
-        now_s, ends_here = self._now_s(), finish is not None or self._role == common_pb2.ROLE_PREFILL
+        now_s, is_first = self._now_s(), asked.answered_s is None
         self._activity.answered(asked, len(token_ids), now_s)
-        if ends_here:
+        if finish is not None or self._role == common_pb2.ROLE_PREFILL:
             self._activity.end(asked, now_s)
             del self._sequences[seq_id]
-        self._flush_soon()
+        is_step_whole = len(self._unsent.tokens) >= self._activity.streaming
+        self._flush_soon(0.0 if is_first or is_step_whole else GATHER_S)
         return finish is not None
 
     async def _discard(self, prompt_ids: tuple[int, ...], kv: EngineKv) -> None:
@@ -466,14 +470,17 @@ class VllmEngine(WorkerEngine):
 
     # Events and load --------------------------------------------------------------------------------------------------------
 
-    def _flush_soon(self) -> None:
-        """Publish what has happened at the end of this turn of the loop: the tokens of many sequences go out together."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+    def _flush_soon(self, wait_s: float = 0.0) -> None:
+        """Publish what has happened within `wait_s`, or at the end of this turn of the loop."""
+        if self._flushing is not None:
+            if wait_s or not isinstance(self._flushing, asyncio.TimerHandle):
+                return
+            self._flushing.cancel()
+        loop = asyncio.get_running_loop()
+        self._flushing = loop.call_later(wait_s, self._flush) if wait_s else loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._flushing = None
         batch, self._unsent = self._unsent, _Unsent()
         if self._view is None:
             return
