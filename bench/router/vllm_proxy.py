@@ -46,8 +46,8 @@ REQUESTS: Final = {1: 12, 8: 64}
 FAULTS: Final = {"prefill_s": 0.005, "step_s": 0.01}
 SETTLE_S: Final = 0.3
 START_S: Final = 30.0
+DEFAULT_MODEL: Final = EngineConfig().model
 VLLM: Final = "vllm.entrypoints.openai.api_server"
-REAL_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FIRST_ID: Final = 3
 LAST_ID: Final = 511
 """The ids of the tiny model's tokens that are not special. The other model has them as well."""
@@ -55,7 +55,7 @@ LAST_ID: Final = 511
 
 @dataclass(slots=True)
 class Front:
-    """What clients ask: its address, its model's name there, its processes, and the servers' front processes behind it."""
+    """One of the two that clients ask. `servers` are the front processes of the servers behind it."""
 
     name: str
     url: str
@@ -101,6 +101,7 @@ class Front:
         }
         began_s, first_s, usage = time.perf_counter(), 0.0, None
         async with session.post(f"{self.url}/v1/completions", json=body) as response:
+            response.raise_for_status()
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
@@ -119,7 +120,7 @@ def engine_of(*, real: bool) -> EngineConfig:
     stand_in = VllmConfig(command=(sys.executable, "-m", "testkit.vllm_stand_in"), args=faults)
     vllm = VllmConfig(command=("taskset", "-c", "1", str(_vllm_python()), "-m", VLLM))
     return EngineConfig(
-        model=REAL_MODEL if real else "tiny",
+        model=DEFAULT_MODEL if real else "tiny",
         backend="vllm",
         device="cpu",
         max_model_len=512,
@@ -221,10 +222,9 @@ def main() -> None:
         servers = [server_of(cluster, name) for name in cluster.worker_names]
         pids = {name: process.popen.pid for name, process in cluster.processes.items()}
         fronts_pids = [pid for pid, _ in servers]
-        model = REAL_MODEL if args.real else "tiny"
         with started_proxy(args.proxy, servers[0][1], servers[1][1]) as (pid, url):
             fronts = (
-                Front("pdserve", f"http://{cluster.http}", model, pids, fronts_pids),
+                Front("pdserve", f"http://{cluster.http}", "", pids, fronts_pids),
                 Front("proxy", url, "served", {"proxy": pid}, fronts_pids),
             )
             asyncio.run(measure(fronts, args.rounds, args.seed))
