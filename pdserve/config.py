@@ -555,6 +555,12 @@ class ClusterConfig:
                     f"{name}.engine.vllm.url is one server, which serves one worker: set {name}.max_replicas to 1, or leave "
                     "the url out and let each worker start a server of its own"
                 )
+        url = prefill.vllm.url.rstrip("/")
+        if url and self.prefill.most and url == decode.vllm.url.rstrip("/"):
+            raise ConfigError(
+                f"engine.vllm.url is {url} in both pools, and vLLM cannot hand KV over to itself: name another server in "
+                "decode.engine.vllm.url, or set prefill.replicas to 0"
+            )
         self._check_autoscaling()
 
     def _check_autoscaling(self) -> None:

@@ -34,6 +34,7 @@ from starlette.routing import Route
 
 BLOCK_SIZE: Final = 16
 EOS: Final = 2
+GENERATE: Final = "/inference/v1/generate"
 LEAVE_S: Final = 0.05
 """The time between the last request of a server that leaves and its end: enough to answer a prompt."""
 
@@ -57,6 +58,8 @@ class Faults:
     nonsense_at: int = 0  # this request is answered by what is no answer
     blocks_short_at: int = 0  # the ticket of this request lacks a block
     lease_s: float = 0.0  # its own time for KV without a reader; 0: that of the command line
+    no_scale_out: bool = False  # its command lacks --enable-scale-out
+    no_connector: bool = False  # it lends no KV, as without a NixlConnector
     bad_metrics: bool = False  # /metrics says what cannot be
     silent_metrics: bool = False  # /metrics does not answer once a request has come
 
@@ -89,13 +92,14 @@ class StandIn:
 
     def app(self) -> Starlette:
         """Return its HTTP interface."""
+        token_ids = [] if self.faults.no_scale_out else [Route(GENERATE, self.generate, methods=["POST"])]
         return Starlette(
             routes=[
                 Route("/health", lambda _: Response()),
                 Route("/version", lambda _: JSONResponse({"version": self.faults.release})),
                 Route("/v1/models", self.models),
                 Route("/metrics", self.metrics),
-                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                *token_ids,
                 Route("/v1/completions", self.complete, methods=["POST"]),
             ]
         )
@@ -167,7 +171,7 @@ class StandIn:
         params = dict(body["sampling_params"])
         params["max_tokens"] += (now == faults.long_at) - (now == faults.short_at)
         ticket = body.get("kv_transfer_params") or {}
-        if ticket.get("do_remote_decode"):
+        if ticket.get("do_remote_decode") and not self.faults.no_connector:
             return JSONResponse(await self._prefill(body["token_ids"], params, short=now == faults.blocks_short_at))
         if not body["stream"]:
             return JSONResponse(await self._whole(body["token_ids"], params))

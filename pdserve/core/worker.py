@@ -134,6 +134,9 @@ class WorkerHello:
     """The `FEATURES` of requests that the worker cannot serve."""
     undivided: tuple[str, ...] = ()
     """The `FEATURES` whose requests the worker serves only if it computes them from the prompt to the end."""
+    unresumed: tuple[str, ...] = ()
+    """The `FEATURES` whose requests the worker cannot take up behind output that exists already. Such a request is never moved
+    or computed again once the client has a token of it."""
 
     @property
     def kv_tokens(self) -> int:
@@ -236,6 +239,7 @@ class EngineTraits:
     engine: str = ""
     refuses: tuple[str, ...] = ()
     undivided: tuple[str, ...] = ()
+    unresumed: tuple[str, ...] = ()
 
 
 OWN_ENGINE: Final = EngineTraits()
@@ -271,8 +275,14 @@ def check_step_tokens(hello: WorkerHello, max_num_batched_tokens: int) -> None:
     """Raise `InvalidRequest` unless the worker's steps may have this limit of tokens.
 
     A step needs a block's tokens so that prompts go on, and a token for each other sequence that may run. The worker has no
-    memory for more tokens than at its start.
+    memory for more tokens than at its start. A foreign engine that does not tell its limit keeps that of its start.
     """
+    if hello.foreign and not hello.max_num_batched_tokens:
+        raise InvalidRequest(
+            f"worker {hello.worker_id!r} runs {hello.engine}, which takes this limit only at its start: set "
+            "engine.max_num_batched_tokens and start the worker again, or limit its sequences (--max-num-seqs)",
+            field="max_num_batched_tokens",
+        )
     most = hello.max_num_batched_tokens
     least = min(hello.block_size + hello.max_num_seqs - 1, most)
     if not least <= max_num_batched_tokens <= most or not most:

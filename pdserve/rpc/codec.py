@@ -256,6 +256,7 @@ _HELLO: Final = FieldCodec(
     role=(_ROLES.__getitem__, role_from_wire),
     refuses=(list, tuple),
     undivided=(list, tuple),
+    unresumed=(list, tuple),
 )
 _LOAD: Final = FieldCodec(
     WorkerLoad,

@@ -292,6 +292,7 @@ class LinkMember:
             engine=host.traits.engine,
             refuses=host.traits.refuses,
             undivided=host.traits.undivided,
+            unresumed=host.traits.unresumed,
             draining=host.draining,
             flips=self._flips,
             flip_obstacle=self._config.flip_obstacle,

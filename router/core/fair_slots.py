@@ -93,7 +93,7 @@ class FairSlots:
             work.request
             for work in lesser
             if work.request.client[: len(flow)] == flow
-            and movable(work)
+            and movable(work, self._requests.registry)
             and not work.request.suspect
             and self._placer.need_tokens(work.request) >= need
         ]

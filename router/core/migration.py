@@ -3,7 +3,7 @@
 A request moves as a replay from its prompt and the tokens that the client has, in the same attempt: its only cost is a pause.
 So that the pause stays short, a request that decodes stays and is served where it is until another worker has room for it at
 once, and only a few move at a time: a worker that leaves does not flood the others with prompts. A request that finds no room
-is served to its end, or until the worker's `drain_timeout_s`.
+is served to its end, or until the worker's `drain_timeout_s`. So is one whose output no other worker can take up.
 
 A prompt that is not computed yet pauses nobody, and may take minutes, so all of them move at once, and are computed from the
 beginning. If the prefill worker is to be empty, the request keeps its room: it is placed again in the event that frees the
@@ -22,7 +22,7 @@ from router.core.dispatcher import Dispatcher
 from router.core.events import Effects, EffectsThen, LinkId
 from router.core.live_request import LiveRequest, RemoteWork, StoryKind
 from router.core.placer import Placer
-from router.core.registry import Worker
+from router.core.registry import Registry, Worker
 from router.core.request_machine import RequestEvent, RequestState
 from router.core.requests import Requests
 from router.core.waiting import placed_again
@@ -97,7 +97,7 @@ class Migration:
 
     def _may_pause(self, work: RemoteWork) -> bool:
         """Tell whether a request decodes that may wait for its next token now."""
-        return movable(work) and len(self._moving) < self._at_once
+        return movable(work, self._requests.registry) and len(self._moving) < self._at_once
 
     def _migrate(self, request: LiveRequest, worker: Worker, now_s: float) -> EffectsThen[bool]:
         """Move one request if another worker has room for it now. False: none has, and nothing has changed."""
@@ -138,8 +138,9 @@ class Migration:
         request.start_over()
 
 
-def movable(work: RemoteWork) -> bool:
-    """Tell whether a request decodes, and will do so for long enough that it is worth a move."""
+def movable(work: RemoteWork, registry: Registry) -> bool:
+    """Tell whether a request decodes, will do so for long enough that it is worth a move, and can be taken up elsewhere."""
     request = work.request
     runs = request.decode is work and request.machine.state is _S.DECODING and request.trial_from is None
-    return runs and request.probe is None and request.remaining_tokens > FINISH_TOKENS
+    worth = runs and request.probe is None and request.remaining_tokens > FINISH_TOKENS
+    return worth and not registry.cannot_resume(request)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from pdserve.config import RouterConfig
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import InvalidRequest, Unavailable
 from pdserve.core.sampling import Placement
 from pdserve.core.worker import Role, VersionRange, used_features
 from pdserve.observe.story import Scores
@@ -197,7 +197,16 @@ class Placer:
 
     def check(self, request: LiveRequest, *, now_s: float) -> None:
         """Check that linked workers could serve the request as asked. The request may wait for workers that are not ready yet
-        and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help."""
+        and for pairs that are set aside for a while. Raises `Unavailable` when waiting would not help, and `InvalidRequest`
+        when two workers are asked for what the engines only serve on one."""
+        if (whole := self._whole_by(request)) and self._wants_two(request):
+            only = f"the engines serve {whole} only where one worker computes all of it"
+            if request.asked is None:
+                raise InvalidRequest(
+                    f"router.placement is disaggregated, and {only}: leave it out, or set placement to auto or colocated",
+                    field=whole,
+                )
+            raise InvalidRequest(f"disaggregated cannot be had, since {only}: ask for auto or colocated", field="placement")
         try:
             self.decide(request, now_s=now_s)
         except Unavailable:
@@ -224,10 +233,10 @@ class Placer:
             if not pools.decode.has(0, serving=serving):
                 raise Unavailable("no decode worker is ready")
             raise Unavailable(f"no decode worker takes a request of {max_len} tokens (prompt and max_tokens)")
-        if self._registry.undivided and (whole := used_features(request.spec, self._registry.undivided)):
-            if Placement.DISAGGREGATED in (request.asked, self._configured if request.asked is None else None):
+        if whole := self._whole_by(request):
+            if self._wants_two(request):  # the workers that joined after its check are others
                 raise Unavailable(
-                    f"placement is disaggregated, and the engines serve {whole[0]} only where one worker computes all"
+                    f"placement is disaggregated, and the engines serve {whole} only where one worker computes all"
                 )
             return Placement.COLOCATED, Reason.UNDIVIDED
         has_prefill = pools.prefill.heard(prompt_tokens + 1, now_s - self._suspect_s, serving=serving)
@@ -240,6 +249,15 @@ class Placer:
             has_pair=has_prefill and (not self._pairs_differ or self._has_pair(request, now_s, serving=serving)),
             no_pair=self._no_pair,
         )
+
+    def _whole_by(self, request: LiveRequest) -> str:
+        """Return the feature for which one worker must compute the whole request. Empty: there is none."""
+        used = used_features(request.spec, self._registry.undivided) if self._registry.undivided else ()
+        return min(used, default="")
+
+    def _wants_two(self, request: LiveRequest) -> bool:
+        """Tell whether two workers must compute the request, by its own word or by the settings."""
+        return (self._configured if request.asked is None else request.asked) is Placement.DISAGGREGATED
 
     def _has_pair(self, request: LiveRequest, now_s: float, *, serving: bool) -> bool:
         """Tell whether KV may go from some prefill worker to some decode worker that are long enough for the request."""

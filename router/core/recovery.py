@@ -14,6 +14,8 @@ replayed. What else a retry costs depends on whose fault it is (`Cost`). The los
 each loss makes at most one replay of each request necessary. A failure of the request itself costs one of its attempts and a
 retry from the cluster's bucket, and without these the request fails with the loss.
 
+A request whose output no worker can take up, for a feature of the request that the hellos of workers name, fails at once.
+
 A request whose logits are not finite numbers is computed once more, because a worker's memory or a shared block may be the
 reason. If the next logits are not finite either, the model or the prompt is the reason, and the request fails.
 """
@@ -251,6 +253,8 @@ class Recovery:
             return "a probe is not retried"
         if request.remaining_tokens <= 0:
             return "all tokens were sent, but the finish reason was lost"
+        if feature := self._requests.registry.cannot_resume(request):
+            return f"the engines cannot take up an output again under {feature}"
         if error.code in _ONCE and error.code.value in request.retry_reasons:
             self.bucket.take()
             return "the same failure came twice"

@@ -13,9 +13,17 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import CannotDrain, CannotFlip, IncompatiblePeer, InternalBug, WorkerIdTaken
 from pdserve.core.ids import Handle, RequestId, WorkerId
 from pdserve.core.roofline import START
-from pdserve.core.worker import FIELDS_LINK_VERSION, LINK_VERSIONS, Role, WorkerHello, WorkerLoad, shown_digest
+from pdserve.core.worker import (
+    FIELDS_LINK_VERSION,
+    LINK_VERSIONS,
+    Role,
+    WorkerHello,
+    WorkerLoad,
+    shown_digest,
+    used_features,
+)
 from router.core.events import LinkId
-from router.core.live_request import RemoteWork
+from router.core.live_request import LiveRequest, RemoteWork
 from router.core.outliers import Account, place_of
 from router.core.turns import Turn
 
@@ -341,6 +349,9 @@ class Registry:
         stays."""
         self.undivided: frozenset[str] = frozenset()
         """The features whose requests some linked worker serves only if it computes them from the prompt to the end."""
+        self.unresumed: frozenset[str] = frozenset()
+        """The features whose requests some linked worker cannot take up behind output that exists. While no worker is linked,
+        the last value stays: the workers that come next have the same engine."""
         self.limited = False
         """Some linked worker cannot serve all requests: it refuses a feature, or speaks an old version of the link."""
         self.held_tokens = 0
@@ -368,8 +379,7 @@ class Registry:
         if differing := self._other_weights(hello):
             raise IncompatiblePeer(
                 f"{name} has loaded weights of digest {shown_digest(hello.model_digest)}, {differing.name}, which was here "
-                f"first, has {shown_digest(differing.hello.model_digest)}: the files of the two differ, although they look "
-                "alike; load the same files on both and start the worker with the wrong ones again"
+                f"first, has {shown_digest(differing.hello.model_digest)}: {_digests_advice(hello, differing.hello)}"
             )
         if self._require_exact and not hello.numerics:
             raise IncompatiblePeer(
@@ -404,6 +414,12 @@ class Registry:
         """
         others = (w for w in self._by_link.values() if w.hello.worker_id != hello.worker_id and w.hello.model_digest)
         return next((other for other in others if hello.model_digest not in ("", other.hello.model_digest)), None)
+
+    def cannot_resume(self, request: LiveRequest) -> str:
+        """Return the feature for which a request can neither move nor be computed again: the client has a part of the output,
+        and no worker can take it up. Empty: there is none."""
+        used = used_features(request.spec, self.unresumed) if self.unresumed and request.emitted else ()
+        return min(used, default="")
 
     def check_id(self, hello: WorkerHello, *, now_s: float, lost_s: float) -> None:
         """Check that no other process uses this worker's id. Raises `WorkerIdTaken` if another process uses it and was heard
@@ -537,6 +553,8 @@ class Registry:
         held = [worker.hello.held_tokens for worker in self._by_role[Role.DECODE].values()]
         self.held_tokens = max(held) if held and all(held) else 0
         self.undivided = frozenset(name for worker in self._by_link.values() for name in worker.hello.undivided)
+        if self._by_link:
+            self.unresumed = frozenset(name for worker in self._by_link.values() for name in worker.hello.unresumed)
         self.limited = any(w.hello.refuses or w.link_version < FIELDS_LINK_VERSION for w in self._by_link.values())
         lengths = [worker.hello.max_model_len for worker in self.of_role(role)]
         if lengths:
@@ -555,6 +573,24 @@ class Registry:
 
 def _engine(hello: WorkerHello) -> str:
     return hello.engine or "pdserve's engine"
+
+
+def _digests_advice(hello: WorkerHello, other: WorkerHello) -> str:
+    """Return why two digests of one model may differ, and what to do. The digest of a foreign engine names more than files."""
+    if not hello.foreign:
+        return (
+            "the files of the two differ, although they look alike; load the same files on both and start the worker with the "
+            "wrong ones again"
+        )
+    return (
+        "besides the files it covers the engine's release, its block size and its dtypes, here "
+        f"{_foreign_facts(hello)} and {_foreign_facts(other)}; give both the same release, settings and files, and start the "
+        "wrong one again"
+    )
+
+
+def _foreign_facts(hello: WorkerHello) -> str:
+    return f"({hello.engine}, {hello.block_size} tokens, KV in {hello.dtype})"
 
 
 def _flipped(before: WorkerHello, hello: WorkerHello) -> bool:

@@ -1,10 +1,10 @@
 """Redaction: a recording tells no prompts, outputs or secrets. The same values replace them in events and in effects.
 
 Token ids, biases of tokens, text, stop strings and log-probabilities become their counts, from which `expand` makes
-placeholders of the same lengths. Constraints are left out. The core looks at nothing else of them, so a replay decides as the
-router did. Salts, names of sessions and tickets become digests with a key that is drawn for each recording and written nowhere:
-equal values stay equal, and nobody can find the originals by trial. Other keys replace prefix keys in the same way
-(`recording.keys`).
+placeholders of the same lengths. All constraints become the same one. The core looks at nothing else of them, so a replay
+decides as the router did. Salts, names of sessions and tickets become digests with a key that is drawn for each recording and
+written nowhere: equal values stay equal, and nobody can find the originals by trial. Other keys replace prefix keys in the same
+way (`recording.keys`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hmac
 from collections.abc import Callable
 from typing import Any, Final
 
+from pdserve.core.structured.constraint import ConstraintKind
 from router.recording.keys import KeyRedaction
 
 KEY_BYTES: Final = 32  # HMAC-SHA256 gets a key as long as its output
@@ -44,7 +45,7 @@ class Redaction:
                 "stop": _lengths,
                 "stop_token_ids": len,
                 "logit_bias": len,
-                "constraint": _nothing,
+                "constraint": _some_constraint,
                 "logprobs": _logprob_counts,
                 "prompt_logprobs": _logprob_counts,
             }
@@ -118,8 +119,10 @@ class _Expansion:
         return count
 
 
-def _nothing(value: Any) -> None:
-    """Return None for a constraint, because its text may reveal as much as a prompt. The core does not look at it."""
+def _some_constraint(value: Any) -> dict[str, Any]:
+    """Return one constraint for all, because the text of a constraint may reveal as much as a prompt. The core only looks at
+    whether there is one."""
+    return {"kind": ConstraintKind.JSON_OBJECT.value, "text": "", "choices": []}
 
 
 def _is_row(value: dict[str, Any]) -> bool:

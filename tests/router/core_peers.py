@@ -15,7 +15,8 @@ from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
-from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, Role, WorkerHello, WorkerLoad
+from pdserve.core.structured.constraint import Constraint
+from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, Role, WorkerHello, WorkerLoad, used_features
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
 from router.core.router_core import RouterCore
@@ -101,6 +102,7 @@ class Peer:
                 self.upward.append(ev.RequestFailed(self.link, work.handle, Unavailable("draining")))
             case ev.SendBind(work=work, local_prefill=local):
                 self.past.append(work.handle)
+                assert not (work.resumed and used_features(work.spec, self.hello.unresumed)), "it cannot go on from there"
                 longest = len(work.spec.prompt_ids) + work.spec.sampling.max_tokens
                 assert longest <= self.hello.max_model_len, "its answer would be cut short"
                 if self.refuse or len(self.jobs) >= (self.slots or self.hello.max_num_seqs):
@@ -313,6 +315,7 @@ class Stage:
         leader: str = "",
         keys: tuple[int, ...] = (),
         client: tuple[str, ...] = (),
+        constraint: Constraint | None = None,
     ) -> Outcome:
         """Raises what the core raises. `keys` are those of the prompt's full blocks."""
         request_id = RequestId(name)
@@ -321,7 +324,7 @@ class Stage:
         self.outcomes[request_id] = outcome
         submit = ev.Submit(
             request_id=request_id,
-            spec=RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=max_tokens), priority),
+            spec=RequestSpec(tuple(range(prompt_len)), SamplingParams(max_tokens=max_tokens), priority, constraint=constraint),
             arrived_s=self.now_s,
             deadline_s=self.now_s + deadline_s,
             placement=placement,
@@ -360,7 +363,7 @@ class Stage:
 
     def assert_empty(self) -> None:
         """Nothing is left: no request, ledger entry, remote work; every request ended once. A replay decides the same."""
-        assert not self.replayable or not self.notes.problems()
+        assert not self.replayable or not self.notes.problems(), self.notes.problems()
         self.core.check_invariants()
         self.core.prefix_index.check_invariants()
         assert self.core.num_requests == 0

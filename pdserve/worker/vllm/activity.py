@@ -1,4 +1,4 @@
-"""What a server has computed, and for how long it had work, as its worker sees it from outside. Pure.
+"""The counts of one server as its worker sees it from outside: tokens, and the times in which it had work. Pure.
 
 vLLM tells neither the times nor the kinds of its steps. A server counts as busy with prompts while it owes the first token of
 any prompt, and as busy with outputs while it owes only further tokens.

@@ -17,14 +17,18 @@ CONNECT_S: Final = 5.0
 KEEP_S: Final = 2.0
 """An idle connection is closed after so long, before the server closes it at 5 s: a request on a connection that closes is
 lost."""
-_PATH: Final = "/inference/v1/generate"
+GENERATE: Final = "/inference/v1/generate"
+
+
+class ConnectionLost(ReplicaLost):
+    """The connection to the server broke, perhaps because the server has ended."""
 
 
 class VllmClient:
     """Requests to one server. It belongs to the loop of the worker; `close` it.
 
-    Every method raises `ReplicaLost` for a connection that breaks and for an answer of the server's own failure, and
-    `BadAnswer` for what is no answer. An answer may take as long as its computation: deadlines are the router's.
+    Every method raises `ConnectionLost`, `BadAnswer` for what is no answer, and `ReplicaLost` for an answer of the server's own
+    failure. An answer may take as long as its computation: deadlines are the router's.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,22 +41,22 @@ class VllmClient:
         )
 
     async def close(self) -> None:
-        """Close all connections. Requests that run raise `ReplicaLost`. Idempotent."""
+        """Close all connections. Requests that run raise `ConnectionLost`. Idempotent."""
         await self._session.close()
 
     async def load_page(self, timeout_s: float) -> str:
-        """Return the page `/metrics`. Raises `ReplicaLost` also when it does not come in time."""
+        """Return the page `/metrics`. Raises `ConnectionLost` also when it does not come in time."""
         async with self._answer("GET", "/metrics", timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
             return (await _content(response)).decode(errors="replace")
 
     async def ask(self, body: Mapping[str, Any]) -> Any:
         """Send a request and return its answer. Raises `InvalidRequest` where vLLM refuses it."""
-        async with self._answer("POST", _PATH, json=body) as response:
+        async with self._answer("POST", GENERATE, json=body) as response:
             return _json(await _content(response))
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Send a request and yield the events of its answer. Raises `InvalidRequest` where vLLM refuses it."""
-        async with self._answer("POST", _PATH, json=body) as response:
+        async with self._answer("POST", GENERATE, json=body) as response:
             rest = b""
             async for piece in response.content.iter_any():
                 *lines, rest = (rest + piece).split(b"\n")
@@ -66,14 +70,14 @@ class VllmClient:
     async def _answer(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request, and give its answer if its status is 200."""
         if self._session.closed:
-            raise ReplicaLost("the server of vLLM starts again")
+            raise ConnectionLost("the server of vLLM starts again")
         try:
             async with self._session.request(method, path, **request) as response:
                 if response.status != 200:
                     raise _refusal(response.status, await _content(response))
                 yield response
         except (aiohttp.ClientError, TimeoutError) as exc:
-            raise ReplicaLost(f"the connection to vLLM broke: {str(exc) or type(exc).__name__}") from exc
+            raise ConnectionLost(f"the connection to vLLM broke: {str(exc) or type(exc).__name__}") from exc
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:

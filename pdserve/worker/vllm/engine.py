@@ -58,7 +58,8 @@ from pdserve.worker.messages import (
 )
 from pdserve.worker.start_report import MemoryReport
 from pdserve.worker.vllm.activity import Activity, Outstanding
-from pdserve.worker.vllm.client import VllmClient
+from pdserve.worker.vllm.attached import check_attached
+from pdserve.worker.vllm.client import ConnectionLost, VllmClient
 from pdserve.worker.vllm.kv_events import EngineKeys, EventSocket
 from pdserve.worker.vllm.metrics import EngineLoad, read_load
 from pdserve.worker.vllm.requests import (
@@ -81,6 +82,8 @@ TRANSPORT: Final = "engine"
 UNDIVIDED: Final = ("structured_outputs", "presence_penalty", "frequency_penalty")
 """The features that one server must serve from the prompt to the end: a decode server takes token 0 for a part of the prompt,
 so it would count it in no penalty, and begin a grammar behind it (docs/design/0086-what-a-vllm-pair-does.md)."""
+UNRESUMED: Final = ("structured_outputs",)
+"""vLLM begins each grammar at its first word. Penalties only forget the tokens from before."""
 REFUSED: Final = ("prompt_logprobs",)
 """The streams of vLLM's interface do not have them."""
 EVENTS_TASK: Final = "KV events of vLLM"
@@ -172,7 +175,7 @@ class VllmEngine(WorkerEngine):
         hashing.join()
         if not weights:
             raise ConfigError(f"the weights in {directory} cannot be read")
-        self.traits = EngineTraits(f"vllm {facts.release}", refuses=REFUSED, undivided=UNDIVIDED)
+        self.traits = EngineTraits(f"vllm {facts.release}", REFUSED, UNDIVIDED, UNRESUMED)
         kv_dtype = "auto" if facts.cache_dtype not in ("fp8", "fp8_e4m3") else facts.cache_dtype
         self.kv_spec = self.card.kv_layout(facts.block_size, engine.dtype, kv_dtype)
         self.max_model_len = facts.max_model_len
@@ -196,7 +199,7 @@ class VllmEngine(WorkerEngine):
         server = self._server = VllmServer(self.config, role, self._directory)
         facts = self._facts = server.wait_ready(self.config.start_timeout_s, self._progress)
         if not server.ours:
-            _check_attached(self.config, self._directory, facts)
+            check_attached(self.config, self._directory, facts, role)
         return facts
 
     async def open(self) -> EngineView:
@@ -244,14 +247,17 @@ class VllmEngine(WorkerEngine):
             events.close()
 
     async def take_role(self, role: common_pb2.Role) -> None:
-        """Restart the server when the role has changed: vLLM takes its part in handoffs from its command. Raises
-        `ConfigError`."""
+        """Restart the server when the role has changed: vLLM takes its part in handoffs from its command. One that is not ours
+        must do for both roles. Raises `ConfigError`."""
         if role == self._role:
             return
         self._role = role
         server = self._server
         assert server is not None
         if not server.ours:
+            assert self._facts is not None
+            role_name = codec.role_from_wire(role).value
+            await asyncio.to_thread(check_attached, self.config, self._directory, self._facts, role_name)
             return
         log.info("%s changes its role: the server of vLLM starts again", self.config.worker_id)
         self._server = None
@@ -316,7 +322,8 @@ class VllmEngine(WorkerEngine):
                     self._foreign.append((self._now_s() + KV_LEASE_S, blocks))
             case DiscardKv(prompt_ids, kv):
                 self._spawn(self._discard(prompt_ids, kv), "discard")
-            case SetBudget(_, seqs):
+            case SetBudget(tokens, seqs):
+                assert not tokens, "`check_budget` refuses them, since the load names no limit of tokens"
                 self._slots = seqs or self._slots
             case EndQuarantine() | Rehash() | SetLending():
                 raise InternalBug(f"vLLM's blocks are its own, and {type(command).__name__} is about ours")
@@ -361,6 +368,9 @@ class VllmEngine(WorkerEngine):
         asked = self._activity.begin(self._now_s(), prompt=prompt)
         try:
             await work(asked)
+        except ConnectionLost as exc:
+            await asyncio.sleep(2 * WATCH_S)  # if its server has ended, so does this worker, which costs its requests nothing
+            self._give_up(seq_id, exc)
         except PdserveError as exc:
             self._give_up(seq_id, exc)
         except Exception as exc:
@@ -426,7 +436,7 @@ class VllmEngine(WorkerEngine):
         except ReplicaLost as exc:
             if finished:
                 return
-            if kv is not None and len(sequence.drawn) == sequence.began + 1 and not isinstance(exc, BadAnswer):
+            if kv is not None and len(sequence.drawn) == sequence.began + 1 and not isinstance(exc, BadAnswer | ConnectionLost):
                 raise TransferFailed(f"vLLM did not get the KV of the prompt: {exc}") from exc
             raise
         if not finished:
@@ -614,12 +624,3 @@ def _weights(directory: Path, load_format: str) -> str:
             while piece := file.read(_HASHED_BYTES):
                 digest.update(piece)
     return digest.hexdigest()
-
-
-def _check_attached(config: WorkerConfig, directory: Path, facts: ServerFacts) -> None:
-    """Raise `ConfigError` unless the server that runs already serves the model of the settings."""
-    named = config.engine.model
-    if facts.root not in (named, str(directory)) and not (Path(facts.root).is_dir() and Path(facts.root).samefile(directory)):
-        raise ConfigError(
-            f"{config.engine.vllm.url} serves {facts.root!r:.200}, engine.model is {named!r}: name the same model"
-        )

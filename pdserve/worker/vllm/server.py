@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -28,6 +29,9 @@ from pdserve.worker.vllm.metrics import read_labels
 
 LOOPBACK: Final = "127.0.0.1"
 GIB: Final = 1 << 30
+LOWEST_PORT: Final = 15_000
+_GIVEN_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The ports that the system gives to programs that name none."""
 LOOK_S: Final = 0.2
 ANSWER_S: Final = 5.0
 """The longest time for an answer to a question that needs no computation."""
@@ -70,6 +74,7 @@ class VllmServer:
             if config.engine.enable_prefix_caching:
                 self.events = f"tcp://{LOOPBACK}:{events_port}"
             command = _command(config.engine) + _flags(config.engine, role, directory, port) + _events_flags(self.events)
+            self._side = config.advertise_host or config.host, side_port
             self._popen = _start(command, _environment(config, side_port))
 
     @property
@@ -100,10 +105,24 @@ class VllmServer:
                     )
                 progress("starting vLLM", int(waited_s), 1)
                 time.sleep(LOOK_S)
+            self._check_lends()
             try:
                 return _facts(client)
             except (httpx2.HTTPError, KeyError, ValueError, TypeError, IndexError) as exc:
                 raise ConfigError(f"{self.url} does not answer as vLLM {OLDEST[0]}.{OLDEST[1]} does: {exc!r}") from exc
+
+    def _check_lends(self) -> None:
+        """Raise `ConfigError` unless our server listens for the readers of its KV. vLLM serves on where its port was taken."""
+        if not self.ours:
+            return
+        host, port = self._side
+        try:
+            socket.create_connection((host, port), ANSWER_S).close()
+        except OSError as exc:
+            raise ConfigError(
+                f"the server of vLLM at {self.url} does not listen for the readers of its KV at {host}:{port} ({exc}): the log "
+                "of this worker says why; it is started again"
+            ) from exc
 
     def stop(self) -> None:
         """End the server if it is ours. Idempotent."""
@@ -247,13 +266,25 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free ports of loopback. Another program may take one before the server does; the server then ends, and the worker
-    is started again."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Return free ports of loopback. vLLM binds them late, so they lie below those that the system gives to others.
+    Another program may take one all the same: the server then ends, or is refused, and the worker starts again."""
     try:
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_given = 32768  # the usual one
+    candidates = range(LOWEST_PORT, max(first_given, LOWEST_PORT + 1000))
+    sockets: list[socket.socket] = []
+    try:
+        for port in random.SystemRandom().sample(candidates, len(candidates)):
+            each = socket.socket()
+            sockets.append(each)
+            try:
+                each.bind((LOOPBACK, port))
+            except OSError:
+                sockets.pop().close()
+            if len(sockets) == count:
+                return [each.getsockname()[1] for each in sockets]
+        raise ConfigError(f"no {count} ports from {candidates.start} to {candidates.stop - 1} of {LOOPBACK} are free")
     finally:
         for each in sockets:
             each.close()

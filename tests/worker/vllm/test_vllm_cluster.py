@@ -19,10 +19,11 @@ import pytest
 from stand_ins import engine, expected, prompt_of
 
 from pdserve.checkpoint.resolve import resolve
+from pdserve.client import AdminClient, CallFailed
 from pdserve.config import EngineConfig, RouterConfig
-from pdserve.rpc.v1 import common_pb2
+from pdserve.rpc.v1 import admin_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
 from testkit.client import Answer, generate_all, request
-from testkit.processes import Place, ProcessCluster
+from testkit.processes import BOUND_S, Place, ProcessCluster
 
 pytestmark = pytest.mark.cluster
 
@@ -83,7 +84,16 @@ def test_a_cluster_serves_as_one_server_would_and_says_that_it_is_foreign() -> N
         apart = request(PROMPTS[5], common_pb2.PLACEMENT_DISAGGREGATED, max_tokens=6, presence_penalty=0.5, **GREEDY)
         with pytest.raises(BaseExceptionGroup) as refused:
             generate_all(cluster.grpc, [apart])
-        assert "presence_penalty" in str(refused.value.exceptions[0])
+        wrong = refused.value.exceptions[0]
+        assert isinstance(wrong, grpc.RpcError)
+        assert wrong.code() is grpc.StatusCode.INVALID_ARGUMENT, "no client tries it again"
+        assert "placement" in str(wrong)
+        assert "presence_penalty" in str(wrong)
+        with (
+            AdminClient(cluster.admin) as operator,
+            pytest.raises(CallFailed, match=r"engine\.max_num_batched_tokens .*--max-num-seqs"),
+        ):
+            operator.set_budget(["decode-0"], common_pb2.ROLE_UNSPECIFIED, 256)
         unknown = request(PROMPTS[5], max_tokens=6, prompt_logprobs=1, **GREEDY)
         with pytest.raises(BaseExceptionGroup) as refused:
             generate_all(cluster.grpc, [unknown])
@@ -102,6 +112,31 @@ def test_streams_go_on_when_one_of_two_decode_workers_is_killed() -> None:
         assert any(answer.report.attempts > 1 for answer in answers), "nobody was on it"
         _gone, left = psutil.wait_procs(server, timeout=10)
         assert not left, "the server outlives its worker"
+
+
+@pytest.mark.parametrize("end", ["drained", "killed"])
+def test_an_output_under_a_grammar_stays_with_its_worker(end: str) -> None:
+    """vLLM cannot take it up elsewhere: a drain waits for its end, and a loss is told at once, not after some attempts."""
+    message = request(PROMPTS[5], max_tokens=300, **GREEDY)
+    message.structured_outputs.json_object = True
+    with ProcessCluster(engine(step_s=0.02), decode=2) as cluster, grpc.insecure_channel(cluster.grpc) as channel:
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=BOUND_S)
+        parts = [next(stream), next(stream)]
+        serving = cluster.wait_state(lambda state: any(worker.load.running_sequences for worker in state.workers))
+        (name,) = [worker.hello.worker_id for worker in serving.workers if worker.load.running_sequences]
+        if end == "killed":
+            cluster.processes[name].kill()
+            with pytest.raises(grpc.RpcError) as lost:
+                list(stream)
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "after 1 attempt (the engines cannot take up an output again under structured_outputs)" in str(lost.value)
+        else:
+            with grpc.insecure_channel(cluster.admin) as admin:
+                drain = admin_pb2_grpc.AdminStub(admin).Drain(inference_pb2.DrainRequest(worker_id=name), timeout=BOUND_S)
+                parts += list(stream)
+                assert list(drain)[-1].done
+            assert [token_id for part in parts for token_id in part.ids] == expected(PROMPTS[5], 300)
+            assert (parts[-1].report.attempts, parts[-1].report.decode_worker) == (1, name)
 
 
 def test_the_loss_of_the_only_decode_worker_is_a_typed_error() -> None:
@@ -220,8 +255,6 @@ def test_without_vllm_a_worker_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
 def test_a_cancelled_stream_stops_at_its_server() -> None:
     with ProcessCluster(engine(step_s=0.02)) as cluster:
         with grpc.insecure_channel(cluster.grpc) as channel:
-            from pdserve.rpc.v1 import inference_pb2_grpc
-
             call = inference_pb2_grpc.InferenceStub(channel).Generate(request(PROMPTS[6], max_tokens=400, **GREEDY))
             next(iter(call))
             call.cancel()

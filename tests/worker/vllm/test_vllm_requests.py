@@ -187,6 +187,12 @@ def test_settings_that_make_no_sense_with_another_engine_are_refused():
         ClusterConfig(prefill=PoolConfig(engine={"backend": "vllm"}))
     with pytest.raises(ConfigError, match="one server"):
         ClusterConfig(engine=foreign, decode=PoolConfig(replicas=2, engine={"vllm": {"url": "http://127.0.0.1:1"}}))
+    both = EngineConfig(backend="vllm", vllm=VllmConfig(url="http://127.0.0.1:1"))
+    one = PoolConfig(max_replicas=1)
+    with pytest.raises(ConfigError, match=r"in both pools, .* decode\.engine\.vllm\.url, or set prefill\.replicas to 0"):
+        ClusterConfig(engine=both, prefill=one, decode=one)
+    ClusterConfig(engine=both, prefill=PoolConfig(replicas=0), decode=one)
+    ClusterConfig(engine=both, prefill=one, decode=PoolConfig(max_replicas=1, engine={"vllm": {"url": "http://127.0.0.1:2"}}))
     with pytest.raises(ConfigError, match="for the backend vllm"):
         EngineConfig(vllm=VllmConfig(url="http://127.0.0.1:1"))
     for changes in ({"url": "ftp://x:1"}, {"url": "http://127.0.0.1"}, {"url": "http://127.0.0.1:1", "args": ("-x",)}):
