@@ -42,7 +42,8 @@ from testkit.processes import ProcessCluster
 PROMPT_TOKENS: Final = 100
 OUTPUT_TOKENS: Final = 16
 REQUESTS: Final = {1: 12, 8: 64}
-"""How many requests a turn has, by how many there are at once."""
+REAL_REQUESTS: Final = {1: 6, 8: 24}
+"""How many requests a turn has, by how many there are at once. Real servers on one core take a second for each."""
 FAULTS: Final = {"prefill_s": 0.005, "step_s": 0.01}
 SETTLE_S: Final = 0.3
 START_S: Final = 30.0
@@ -62,6 +63,7 @@ class Front:
     model: str
     pids: Mapping[str, int]
     servers: Sequence[int]
+    requests: Mapping[int, int]
     ttft_s: dict[int, list[float]] = field(default_factory=dict)
     e2e_s: dict[int, list[float]] = field(default_factory=dict)
     cpu_ms: dict[int, list[dict[str, float]]] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Front:
 
     async def turn(self, session: aiohttp.ClientSession, concurrency: int, random_ids: random.Random) -> None:
         """Measure one turn. Each value is a mean of a request."""
-        count = REQUESTS[concurrency]
+        count = self.requests[concurrency]
         before, behind = self._cpu(), sum(map(cpu_s, self.servers))
         gate = asyncio.Semaphore(concurrency)
 
@@ -222,10 +224,11 @@ def main() -> None:
         servers = [server_of(cluster, name) for name in cluster.worker_names]
         pids = {name: process.popen.pid for name, process in cluster.processes.items()}
         fronts_pids = [pid for pid, _ in servers]
+        requests = REAL_REQUESTS if args.real else REQUESTS
         with started_proxy(args.proxy, servers[0][1], servers[1][1]) as (pid, url):
             fronts = (
-                Front("pdserve", f"http://{cluster.http}", "", pids, fronts_pids),
-                Front("proxy", url, "served", {"proxy": pid}, fronts_pids),
+                Front("pdserve", f"http://{cluster.http}", "", pids, fronts_pids, requests),
+                Front("proxy", url, "served", {"proxy": pid}, fronts_pids, requests),
             )
             asyncio.run(measure(fronts, args.rounds, args.seed))
         show(fronts, args.rounds, real=args.real)
