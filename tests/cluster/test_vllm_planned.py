@@ -25,7 +25,7 @@ PLANNER = {
     "season_s": 0,
     "max_correction": 1,
     "downscale_delay_s": 5,
-    "flip_delay_s": 1000,  # a flip would be another way to the same sizes
+    "flip_delay_s": 5,
     "cooldown_s": 2,
 }
 PROMPTS = [[(7 * i + n) % 250 + 3 for i in range(200)] for n in range(4)]
