@@ -84,15 +84,15 @@ def check_outcome(outcome: CallOutcome, *, bound_s: float, had_time: bool = Fals
 def untrue_exactness(outcome: CallOutcome, numerics: Mapping[str, str]) -> list[str]:
     """Check that a report says `exact` only when the workers that it names compute alike, and always when all workers do.
 
-    numerics: those of every worker, by name.
+    numerics: those of every worker, by name; empty for a foreign engine, which is never exact.
     """
     report = outcome.report
     if report is None:
         return []
     used = {numerics[name] for name in (report.prefill_worker, report.decode_worker) if name}
-    if report.exact and len(used) > 1:
+    if report.exact and (len(used) > 1 or "" in used):
         return [f"{outcome.ask.name}: reported as exact, and its workers have numerics {sorted(used)}"]
-    if not report.exact and len(set(numerics.values())) == 1:
+    if not report.exact and len(set(numerics.values())) == 1 and "" not in used:
         return [f"{outcome.ask.name}: reported as inexact, and all workers compute alike"]
     return []
 
@@ -146,9 +146,9 @@ def leftovers(world: World) -> list[str]:
 
 def _left_on(worker: SimWorker) -> list[str]:
     found = []
-    counts, scheduler, role = worker.engine.pool.counts(), worker.engine.scheduler, worker.role
-    if counts.free + counts.cached != counts.total or scheduler.num_live:
-        found.append(f"{counts}, {scheduler.num_live} sequences")
+    counts, role = worker.engine.counts(), worker.role
+    if counts.free + counts.cached != counts.total or worker.engine.num_live:
+        found.append(f"{counts}, {worker.engine.num_live} sequences")
     if worker.transfer.num_unstopped:
         found.append(f"{worker.transfer.num_unstopped} reads")
     if not worker.staging.idle:
@@ -170,7 +170,7 @@ def unlike_keys(world: World) -> list[str]:
     core, found = world.router.core, []
     forgets = core.prefix_index.evicted > 0
     for worker in core.registry:
-        held = world.workers[worker.hello.worker_id].engine.pool.published.held()
+        held = world.workers[worker.hello.worker_id].engine.published
         known = core.prefix_index.held(worker.link)
         if not (known <= held if forgets else known == held):
             found.append(f"router: {worker.name} shares {len(held)} blocks, and {len(known & held)} of {len(known)} known ones")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdserve.core.block_pools import BlockPools
+from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
@@ -200,6 +201,24 @@ class SimEngine:
     def seeds(self) -> list[int]:
         """The seeds of the requests that are computed."""
         return [seq.spec.sampling.seed for seq in (*self.scheduler._decoding, *self.scheduler._prefilling)]
+
+    @property
+    def num_live(self) -> int:
+        """The number of sequences that are here."""
+        return self.scheduler.num_live
+
+    @property
+    def published(self) -> frozenset[int]:
+        """The keys of the blocks that the pool shares."""
+        return frozenset(self.pool.published.held())
+
+    def counts(self) -> BlockCounts:
+        """Return the blocks of the pool by what they are used for."""
+        return self.pool.counts()
+
+    def check_invariants(self) -> None:
+        """Check the invariants of the pool."""
+        self.pool.check_invariants()
 
     def snapshot(self) -> EngineSnapshot:
         """Return the present counts of blocks and sequences."""

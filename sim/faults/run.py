@@ -102,6 +102,8 @@ class RunReport:
     """The streams of links that were taken up again."""
     adopted: int = 0
     """The workers that a new router found alive."""
+    abandoned: int = 0
+    """The tickets of foreign engines that were committed, and that no server has got."""
     attempts: int = 0
     """The number of further attempts, after the first, of requests that ended well."""
 
@@ -159,6 +161,28 @@ def run_with_role_flips(seed: int) -> RunReport:
         _with_kv_dtypes(with_prefix_caching(WorldShape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
     return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_foreign_engines(seed: int) -> RunReport:
+    """Make a run whose workers drive foreign engines, which believe every ticket, with the faults of any run."""
+    rng = random.Random(f"{seed} foreign engines")
+    plan = with_hung_engines(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} hung"))
+    if seed % 3 == 0:
+        plan = with_role_flips(plan, rng)
+    asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((16, 32, 48)), until_s=FAULTS_S, unruly=True)
+    return simulate(seed, _foreign(), plan, asks, Census())
+
+
+def run_with_calm_foreign_engines(seed: int) -> RunReport:
+    """Make a run with foreign engines and without faults, from which clients leave at any moment."""
+    asks = draw_asks(random.Random(f"{seed} workload"), 64, until_s=4.0, unruly=True)
+    asks = [replace(ask, placement=Placement.DISAGGREGATED) for ask in asks]
+    return simulate(seed, _foreign(), replace(calm_plan(4.0), weather=Weather(delay_s=0.02)), asks, Census())
+
+
+def _foreign() -> WorldShape:
+    foreign = WorkerShape(num_blocks=96, max_num_seqs=8, max_num_batched_tokens=16, lease=LEASE, foreign=True)
+    return WorldShape(prefill=foreign, decode=foreign, poison=False, check_steps=False)
 
 
 def run_with_sick_workers(seed: int) -> RunReport:
@@ -356,6 +380,7 @@ def simulate(seed: int, shape: WorldShape, plan: FaultPlan, asks: list[ClientAsk
     report.virtual_s = world.timeline.now_s
     report.flips = world.num_flips
     report.deaths = world.deaths
+    report.abandoned = world.tickets.abandoned
     report.resumed = sum(worker.member.link.streams_resumed for worker in world.workers.values())
     report.ended = len(world.poison.ended_by)
     for number, watch in enumerate(world.watches):

@@ -22,6 +22,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
 from pdserve.core.step_plan import StepPlan
+from pdserve.core.worker import OWN_ENGINE
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_thread import EngineView
 from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_role
@@ -29,6 +30,7 @@ from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending
 from prefill_worker.role import PrefillRole
 from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv
+from sim.faults.foreign import TRAITS, ForeignEngine, Tickets
 from sim.faults.grammars import GrammarThread, SimCompiler
 from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from sim.faults.staging import SimConverter, make_staging
@@ -67,13 +69,15 @@ class WorkerShape:
     """The dtype of each KV group; their number is the number of groups. A worker with other dtypes converts the groups that it
     reads from this worker and whose dtypes differ."""
     step_s: float = STEP_S
+    foreign: bool = False
+    """True: a foreign engine computes, as in a server of vLLM."""
     window: int | None = None
     """The sliding window of the second group in tokens, if there is one. None: it has no window."""
 
     @property
     def numerics(self) -> str:
-        """The name of its bits: a real engine rounds KV to its dtype."""
-        return " ".join(self.kv_dtypes)
+        """The name of its bits: a real engine rounds KV to its dtype. Empty for a foreign engine."""
+        return "" if self.foreign else " ".join(self.kv_dtypes)
 
 
 class SimWorker:
@@ -94,6 +98,7 @@ class SimWorker:
         worker_id: str = "",
         flipped: Callable[[], None] = lambda: None,
         poisonous: Poison | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         """Build the worker and make it known to the network. `worker_id` empty: the name of the process. `flipped` is called
         when a life with another role begins. `poisonous` has the requests that end the process.
@@ -123,7 +128,11 @@ class SimWorker:
         self._poisonous = poisonous or Poison()
         self._pools = pools
         self._network = network
-        self.engine = self._make_engine(sizes, rng, reached, check_steps=check_steps)
+        self.engine: SimEngine | ForeignEngine = (
+            self._make_foreign(tickets, rng, reached)
+            if shape.foreign and tickets is not None
+            else self._make_engine(sizes, rng, reached, check_steps=check_steps)
+        )
         self.regions = tuple(
             Region((1 + number) << 20, size, group.block_bytes)
             for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
@@ -175,6 +184,8 @@ class SimWorker:
         self.incarnation = Incarnation(self._rng.getrandbits(64))
         if self._rng.random() < 0.5:
             self._port += 1
+        if isinstance(self.engine, ForeignEngine):
+            self.engine.restart()
         self._begin()
 
     def _make_engine(
@@ -196,6 +207,21 @@ class SimWorker:
             checksums=shape.lease.kv_checksum,
             step_s=shape.step_s,
             ends=self._ends,
+        )
+
+    def _make_foreign(self, tickets: Tickets, rng: random.Random, reached: Callable[[str, Process], None]) -> ForeignEngine:
+        shape, process = self.shape, self.process
+        return ForeignEngine(
+            process,
+            tickets,
+            self._network,
+            lambda events: self.view.on_step(events),
+            lambda step: reached(f"{step}_{process.role}", process),
+            rng,
+            num_blocks=shape.num_blocks,
+            max_num_seqs=shape.max_num_seqs,
+            max_model_len=shape.max_model_len,
+            step_s=shape.step_s,
         )
 
     def _ends(self, plan: StepPlan) -> bool:
@@ -249,7 +275,8 @@ class SimWorker:
         is_prefill = self.process.role == "prefill"
         self.member.start(host, PrefillRole if is_prefill else DecodeRole)
         assert self.member.role is not None
-        self.view.submit(SetLending(is_prefill))
+        if not self.shape.foreign:
+            self.view.submit(SetLending(is_prefill))
         drained = asyncio.create_task(self.member.drained())
         tasks: list[asyncio.Task[Any]] = [drained]
         tasks += [asyncio.create_task(cast(Any, job)) for job in (self.member.link.run(), self.member.broken())]
@@ -291,6 +318,7 @@ class SimWorker:
             ticket_secret=self._ticket_secret,
             seq_ids=self.view.seq_ids,
             start_grammar=self._grammars.start,
+            traits=TRAITS if self.shape.foreign else OWN_ENGINE,
         )
 
     def _make_config(self) -> WorkerConfig:

@@ -15,6 +15,7 @@ from sim.faults.actuator import RollingUpgrade, UpgradeWatch
 from sim.faults.client import ClientAsk, SimClient
 from sim.faults.engine import Poison
 from sim.faults.faults import ALL, WORKERS, Fault, FaultKind, FaultPlan
+from sim.faults.foreign import Tickets
 from sim.faults.recorded import MemoryNotes
 from sim.faults.router import SimRouter
 from sim.faults.transfer import ReadFaults, SimPools
@@ -96,6 +97,7 @@ class World:
         self.network = Network(self.timeline, self._rng("network"), self.plan.weather, self.tap)
         self.pools = SimPools(faults=self.plan.reads)
         self.poison = Poison()
+        self.tickets = Tickets(self._rng("tickets"))
         self._world = Waker(self.timeline)
         self._graveyard: list[Process] = []
         self._incarnations = 0
@@ -139,6 +141,7 @@ class World:
             worker_id=worker_id,
             flipped=self._flipped,
             poisonous=self.poison,
+            tickets=self.tickets,
         )
         self._spawn(process, worker.run(process.kill))
         return worker
@@ -316,7 +319,7 @@ class World:
             self.router.core.prefix_index.check_invariants()
         for worker in self.workers.values():
             if worker.process.alive:
-                worker.engine.pool.check_invariants()
+                worker.engine.check_invariants()
         self._world.post(CHECK_EVERY_S, self._check)
 
     @property
