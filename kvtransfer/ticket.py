@@ -43,7 +43,8 @@ _NUM_FIELDS: Final = 10
 ENGINE_VERSION: Final = 1001
 """The version of an `EngineTicket`. A reader that copies blocks by itself refuses it, and the other way round."""
 _NUM_ENGINE_FIELDS: Final = 9
-_MAX_PARAMS_BYTES: Final = 1 << 19
+MAX_PARAMS_BYTES: Final = 1 << 19
+"""The most bytes of the engines' own ticket in an `EngineTicket`."""
 
 
 class InvalidTicket(TransferFailed):
@@ -242,8 +243,8 @@ class EngineTicket(LeaseTicket):
         fields = _unpack(data)
         _check_version(fields, ENGINE_VERSION, _NUM_ENGINE_FIELDS)
         _, incarnation, lease, peer_address, prompt_len, prompt_hash, num_blocks, params, mac = fields
-        if not isinstance(params, bytes) or len(params) > _MAX_PARAMS_BYTES:
-            raise InvalidTicket(f"params must be at most {_MAX_PARAMS_BYTES} bytes, got {params!r:.40}")
+        if not isinstance(params, bytes) or len(params) > MAX_PARAMS_BYTES:
+            raise InvalidTicket(f"params must be at most {MAX_PARAMS_BYTES} bytes, got {params!r:.40}")
         return cls(
             incarnation=Incarnation(_integer("incarnation", incarnation, 0, _MAX_U64)),
             lease_counter=_integer("lease_counter", lease, 1, _MAX_U64),

@@ -45,6 +45,7 @@ class Faults:
     never."""
 
     release: str = "0.32.0"
+    start_s: float = 0.0  # it loads its model for so long before it listens
     root: str = ""  # the model that it claims to serve
     step_s: float = 0.0  # of each token
     prefill_s: float = 0.0  # of each prompt; they are computed one after the other
@@ -366,6 +367,7 @@ def _error(status: int, message: str) -> Response:
 
 async def _serve(args: argparse.Namespace) -> None:
     stand_in = StandIn(args)
+    await asyncio.sleep(stand_in.faults.start_s)
     servers = [
         uvicorn.Server(uvicorn.Config(app, host=args.host, port=port, log_level="warning", lifespan="off"))
         for app, port in ((stand_in.side_app(), stand_in.side_port), (stand_in.app(), args.port))

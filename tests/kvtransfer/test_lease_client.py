@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from lender import FIRST, TOKEN, Lender, first_token, lender, wait_watermark
@@ -445,5 +445,67 @@ def test_a_watermark_past_the_prompt_is_refused() -> None:
             w.lender.advance(lease_id, 100, FIRST)
             with pytest.raises(TransferFailed, match="watermark"):
                 await first_token(lease)
+
+    run(test)
+
+
+# A commit in one call, by a reader that reads nothing itself ---------------------------------------------------------------
+
+
+def test_a_commit_in_one_call_tells_token_0_also_when_its_answers_are_lost() -> None:
+    async def test() -> None:
+        async with world() as w:
+            lease_id, ticket = w.lender.grant((1, 2), 100)
+            w.lender.advance(lease_id, 100, FIRST)
+            w.lender.calls.drop_replies["Commit"] = 2
+            for reader in (w.reader, w.reader):  # also in a call of its own
+                assert await w.client.commit(lease_id, ticket, reader, SendCommit(2), deadline_s=30) == FIRST
+            with pytest.raises(LeaseGone):
+                await w.client.commit(lease_id, ticket, ReaderId(w.reader.incarnation, 2), SendCommit(2), deadline_s=30)
+            assert (w.client.num_peers, w.client.num_followed) == (1, 0)
+
+    run(test)
+
+
+def test_a_commit_in_one_call_of_what_is_not_lent_is_refused() -> None:
+    async def test() -> None:
+        async with world() as w:
+            lease_id, ticket = w.lender.grant((1, 2), 100)
+            with pytest.raises(LeaseGone):
+                await w.client.commit(lease_id, ticket, w.reader, SendCommit(2), deadline_s=30)  # it is not computed
+            w.lender.advance(lease_id, 100, FIRST)
+            for changes in ({"mac": bytes(32)}, {"prompt_len": 101}, {"lease_counter": ticket.lease_counter + 1}):
+                forged = replace(ticket, **changes)
+                with pytest.raises(LeaseGone):
+                    await w.client.commit(forged.lease_id, forged, w.reader, SendCommit(2), deadline_s=30)
+            assert await w.client.commit(lease_id, ticket, w.reader, SendCommit(2), deadline_s=30) == FIRST
+
+    run(test)
+
+
+@pytest.mark.parametrize("call", ["Handshake", "Commit"])
+def test_a_commit_in_one_call_ends_at_its_deadline(call: str) -> None:
+    async def test() -> None:
+        async with world() as w:
+            lease_id, ticket = w.lender.grant((1, 2), 100)
+            w.lender.advance(lease_id, 100, FIRST)
+            w.lender.calls.delay_s[call] = 60.0
+            with pytest.raises(DeadlineExceeded):
+                await w.client.commit(lease_id, ticket, w.reader, SendCommit(2), deadline_s=0.3)
+
+    run(test)
+
+
+def test_a_commit_in_one_call_ends_with_its_client() -> None:
+    async def test() -> None:
+        async with world() as w:
+            lease_id, ticket = w.lender.grant((1, 2), 100)
+            w.lender.advance(lease_id, 100, FIRST)
+            w.lender.calls.delay_s["Commit"] = 60.0
+            waiting = asyncio.create_task(w.client.commit(lease_id, ticket, w.reader, SendCommit(2), deadline_s=30))
+            await eventually(lambda: w.lender.calls.count.get("Commit", 0) == 1)
+            await w.client.close()
+            with pytest.raises(ReplicaLost):
+                await waiting
 
     run(test)

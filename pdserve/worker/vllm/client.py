@@ -40,6 +40,11 @@ class VllmClient:
             auto_decompress=False,
         )
 
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+        return self._session.closed
+
     async def close(self) -> None:
         """Close all connections. Requests that run raise `ConnectionLost`. Idempotent."""
         await self._session.close()
@@ -72,7 +77,7 @@ class VllmClient:
         if self._session.closed:
             raise ConnectionLost("the server of vLLM starts again")
         try:
-            async with self._session.request(method, path, **request) as response:
+            async with self._session.request(method, path, allow_redirects=False, **request) as response:
                 if response.status != 200:
                     raise _refusal(response.status, await _content(response))
                 yield response
@@ -93,7 +98,7 @@ def _refusal(status: int, content: bytes) -> InvalidRequest | ReplicaLost:
     """Return `InvalidRequest` for a request that vLLM refuses, and `ReplicaLost` for its own failures."""
     try:
         message = str(json.loads(content)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = content[:200].decode(errors="replace")
     if 400 <= status < 500 and status not in (404, 408, 429):
         field = FIELD if "gramm" in message or "schema" in message else "request"
@@ -104,5 +109,5 @@ def _refusal(status: int, content: bytes) -> InvalidRequest | ReplicaLost:
 def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:  # the latter: it is nested too deeply
         raise BadAnswer(f"vLLM sent what is not JSON: {content[:80]!r}") from exc

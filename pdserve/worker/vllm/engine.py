@@ -97,6 +97,8 @@ GATHER_S: Final = 0.002
 other, and a message of its own for each would cost more than all the rest."""
 END_S: Final = 1.0
 """A stream that does not end so long after its last token is closed."""
+NO_LOAD: Final = EngineLoad(0, 0.0, 0, 0, 0)
+"""The load of a server that has not been asked yet."""
 _HASHED_BYTES: Final = 1 << 24
 
 
@@ -154,7 +156,7 @@ class VllmEngine(WorkerEngine):
         self._unsent = _Unsent()
         self._flushing: asyncio.Handle | None = None
         self._taken = 0
-        self._load = EngineLoad(0, 0.0, 0, 0, 0)
+        self._load = NO_LOAD
         self._activity = Activity()
         self._newest = SeqId(0)
         self._keys: EngineKeys | None = None
@@ -271,6 +273,9 @@ class VllmEngine(WorkerEngine):
         if replace(facts, num_blocks=before.num_blocks) != before:
             raise ConfigError(f"vLLM came back as another server: {before}, then {facts}")
         self._measure(facts)
+        self._load = NO_LOAD
+        if self._keys is not None:
+            self._keys.restart(facts.num_blocks)
         self._connect()
         self._listen()
 
@@ -403,7 +408,7 @@ class VllmEngine(WorkerEngine):
             finish = FinishReason.LENGTH if spec.sampling.max_tokens - sequence.began <= 1 else None
         if finish is None:
             kv = read_kv(answer, sequence.tokens, self.kv_spec.block_size)
-            hits = read_hits(answer, self.kv_spec.block_size)
+            hits = read_hits(answer, sequence.tokens, self.kv_spec.block_size)
             self._lent_blocks[seq_id] = blocks
         self._activity.computed(asked, sequence.tokens - hits * self.kv_spec.block_size, self._now_s())
         tables = tuple(tuple(map(BlockId, range(blocks))) for _ in self.kv_spec.groups)
@@ -443,8 +448,9 @@ class VllmEngine(WorkerEngine):
             raise BadAnswer("vLLM closed the stream before its end")
 
     def _check_ids(self, chunk: Chunk) -> None:
-        if chunk.token_ids and max(chunk.token_ids) >= self.card.vocab_size:
-            raise BadAnswer(f"vLLM sent token id {max(chunk.token_ids)}, which is not below {self.card.vocab_size}")
+        likeliest = [token_id for each in chunk.logprobs for token_id, _ in each.top]
+        if (highest := max([*chunk.token_ids, *likeliest], default=0)) >= self.card.vocab_size:
+            raise BadAnswer(f"vLLM sent token id {highest}, which is not below {self.card.vocab_size}")
 
     def _tokens(self, seq_id: SeqId, sequence: _Sequence, asked: Outstanding, chunk: Chunk) -> bool:
         """Report tokens, in order, and return True after the last one. What vLLM sends beyond the limit of the request is left
@@ -560,25 +566,40 @@ class VllmEngine(WorkerEngine):
     async def _poll(self) -> None:
         """Ask the server for its load, for ever. A server that does not answer for `step_timeout_s` is lost."""
         assert self._view is not None
-        last_s = self._now_s()
+        last_s, is_known = self._now_s(), True
         while True:
             await asyncio.sleep(POLL_S)
-            if self._server is None:  # it starts again
+            if self._connected.closed:  # the server starts again, which takes as long as a start may
                 last_s = self._now_s()
                 continue
             try:
                 load = read_load(await self._connected.load_page(ANSWER_S))
-            except (ReplicaLost, ValueError) as exc:
-                silent_s = self._now_s() - last_s
+                if not is_known:
+                    await self._check_same()
+            except ConfigError as exc:
+                self._on_death(exc)
+                return
+            except (PdserveError, ValueError) as exc:
+                silent_s, is_known = self._now_s() - last_s, False
                 log.warning("vLLM does not tell its load: %s", exc)
                 if silent_s > self.config.engine.step_timeout_s:
                     self._on_death(ReplicaLost(f"vLLM has not told its load for {silent_s:.0f} s: {exc}"))
                     return
                 continue
-            last_s = self._now_s()
+            last_s, is_known = self._now_s(), True
             advanced, self._load = load.tokens != self._load.tokens, load
             if advanced or not self._works:  # otherwise only the watch over the engine may decide that it lives
                 self._flush_soon()
+
+    async def _check_same(self) -> None:
+        """Raise `ConfigError` if a server that is not ours has come back as another one, such as one of another model, or does
+        not answer within `step_timeout_s`."""
+        server = self._server
+        if server is None or server.ours:
+            return
+        facts = await asyncio.to_thread(server.wait_ready, self.config.engine.step_timeout_s, self._progress)
+        if facts != self._facts:
+            raise ConfigError(f"another server of vLLM answers at {server.url}: {facts}, before it was {self._facts}")
 
     async def _watch(self) -> None:
         while True:

@@ -19,8 +19,10 @@ TERM_S = 3.0
 
 def main(command: list[str]) -> int:
     """Run the command until it ends or standard input closes. Return its exit status; a signal gives 128 plus its number."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # of a terminal, or of a group: the worker decides when the server ends
+    # Of a terminal, or of a group: the worker decides when the server ends. A signal that is ignored would be so in the server
+    # as well, which keeps this over the start of its program, but no handler.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)
     # A session of its own, too: in one with the worker, the kernel would give the threads of the server, which spin, most of
     # its time.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -48,6 +48,12 @@ class EngineKeys:
         """Return what has changed since the last call. None: nothing has."""
         return self._published.take()
 
+    def restart(self, num_blocks: int) -> None:
+        """Drop all keys, because another server follows, which has `num_blocks` and counts its messages from 0."""
+        self._clear()
+        self._num_blocks = num_blocks
+        self._next = 0
+
     def message(self, number: int, payload: bytes) -> None:
         """Take a message. What it says of blocks that cannot be named here is left out: they only have no key.
 
@@ -68,6 +74,7 @@ class EngineKeys:
                     log.warning("vLLM tells of more shared blocks than its %s: they are unknown for a while", self._num_blocks)
                     self._clear()
         except (msgpack.exceptions.UnpackException, ValueError, KeyError, TypeError, IndexError, struct.error) as exc:
+            self._clear()  # what it said of blocks that have gone is unknown
             raise ValueError(f"a KV event of vLLM cannot be read: {exc!r:.100}") from exc
 
     def _event(self, event: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
+from kvtransfer.ticket import MAX_PARAMS_BYTES
 from pdserve.core.errors import InvalidRequest, PdserveError, ReplicaLost
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, TokenLogprobs
@@ -157,13 +158,12 @@ def read_chunk(answer: Any, *, top: int | None) -> Chunk | None:
         if finish not in _FINISH:
             raise ReplicaLost(f"vLLM ended the request with {finish!r:.40}")
         token_ids = tuple(choice["token_ids"] or ())
-        if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
-            raise BadAnswer(f"vLLM sent token ids {token_ids!r:.80}")
+        _check_ids(token_ids)
         logprobs = () if top is None else tuple(_logprobs(one, top) for one in (choice["logprobs"] or {}).get("content", ()))
         if top is not None and len(logprobs) != len(token_ids):
             raise BadAnswer(f"vLLM sent {len(token_ids)} tokens with {len(logprobs)} log-probabilities")
         return Chunk(token_ids, _FINISH[finish], logprobs)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
         raise BadAnswer(f"vLLM sent what is no answer ({exc!r:.100}): {answer!r:.200}") from exc
 
 
@@ -177,9 +177,15 @@ def _reported(error: Any) -> PdserveError:
 
 def _logprobs(one: Any, top: int) -> TokenLogprobs:
     likeliest = sorted((entry["rank"], entry["token_id"], entry["logprob"]) for entry in one["top_logprobs"])
+    _check_ids([token_id for _, token_id, _ in likeliest])
     return TokenLogprobs(
         _finite(one["logprob"]), tuple((token_id, _finite(logprob)) for rank, token_id, logprob in likeliest if rank <= top)
     )
+
+
+def _check_ids(token_ids: Sequence[Any]) -> None:
+    if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+        raise BadAnswer(f"vLLM sent token ids {token_ids!r:.80}")
 
 
 def _finite(value: Any) -> float:
@@ -201,12 +207,16 @@ def read_kv(answer: Any, prompt_len: int, block_size: int) -> EngineKv:
             raise BadAnswer(f"vLLM lent {[len(table) for table in tables]} blocks for {prompt_len} tokens of {block_size} each")
         if not all(params[name] for name in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")):
             raise BadAnswer(f"the ticket of vLLM names no engine: {params!r:.200}")
-        return EngineKv(num_blocks, json.dumps(params).encode())
+        kv = EngineKv(num_blocks, json.dumps(params).encode())
+        if len(kv.params) > MAX_PARAMS_BYTES:
+            raise BadAnswer(f"the ticket of vLLM has {len(kv.params)} bytes, at most {MAX_PARAMS_BYTES} are handed over")
+        return kv
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise BadAnswer(f"vLLM sent no ticket ({exc!r:.100}): {answer!r:.200}") from exc
 
 
-def read_hits(answer: Any, block_size: int) -> int:
-    """Read how many blocks of a prompt the prefill server had already. A server that does not tell has had none."""
+def read_hits(answer: Any, prompt_len: int, block_size: int) -> int:
+    """Read how many blocks of a prompt the prefill server had already: less than all, since it computes at least the last
+    token. A server that does not tell has had none."""
     cached = answer["kv_transfer_params"].get("remote_prefill_cached_tokens")
-    return cached // block_size if isinstance(cached, int) and cached > 0 else 0
+    return min(cached, prompt_len - 1) // block_size if isinstance(cached, int) and cached > 0 else 0

@@ -266,8 +266,9 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free ports of loopback. vLLM binds them late, so they lie below those that the system gives to others.
-    Another program may take one all the same: the server then ends, or is refused, and the worker starts again."""
+    """Return ports that are free at every address: readers come to one that is not loopback. vLLM binds them late, so they lie
+    below those that the system gives to others. Another program may take one all the same: the server then ends, or is refused,
+    and the worker starts again."""
     try:
         first_given = int(_GIVEN_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -279,12 +280,12 @@ def _free_ports(count: int) -> list[int]:
             each = socket.socket()
             sockets.append(each)
             try:
-                each.bind((LOOPBACK, port))
+                each.bind(("", port))  # it does not listen
             except OSError:
                 sockets.pop().close()
             if len(sockets) == count:
                 return [each.getsockname()[1] for each in sockets]
-        raise ConfigError(f"no {count} ports from {candidates.start} to {candidates.stop - 1} of {LOOPBACK} are free")
+        raise ConfigError(f"no {count} ports from {candidates.start} to {candidates.stop - 1} are free")
     finally:
         for each in sockets:
             each.close()

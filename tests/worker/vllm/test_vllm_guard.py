@@ -57,7 +57,7 @@ def test_what_a_server_leaves_behind_ends_with_it():
 
 def test_signals_of_a_terminal_do_not_end_the_guard():
     guarded, child = start()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         guarded.send_signal(number)
     time.sleep(0.3)
     assert guarded.poll() is None
@@ -65,3 +65,14 @@ def test_signals_of_a_terminal_do_not_end_the_guard():
     finish(guarded)
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
+
+
+def test_a_server_is_asked_to_end_before_it_is_killed():
+    """What the guard ignores would be ignored in the server as well: then it would hear of no end until it is killed."""
+    command = [sys.executable, "-I", guard.__file__, "cat", "/proc/self/status"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guarded:
+        assert guarded.stdout is not None
+        (line,) = [line for line in guarded.stdout if line.startswith("SigIgn")]
+    ignored = int(line.split()[1], 16)
+    assert not ignored & (1 << (signal.SIGTERM - 1)), "SIGTERM is ignored"
+    assert not ignored & (1 << (signal.SIGINT - 1)), "SIGINT is ignored"

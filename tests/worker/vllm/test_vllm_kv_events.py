@@ -77,6 +77,20 @@ def test_after_a_gap_nothing_is_believed():
 )
 def test_nonsense_is_refused(payload: bytes):
     keys = EngineKeys(b"model", SIZE, 100)
+    (first,) = keys_of(list(range(4)), SIZE)
+    take(keys, 0, stored([1], list(range(4))))
     with pytest.raises(ValueError, match="KV event"):
-        keys.message(0, payload)
-    keys.message(1, msgpack.packb([0.0, [], 0]))
+        keys.message(1, payload)
+    assert keys.take().removed == (first,), "it may have told that the block has gone"
+    keys.message(2, msgpack.packb([0.0, [], 0]))
+
+
+def test_the_blocks_of_an_earlier_server_are_dropped():
+    keys, tokens = EngineKeys(b"model", SIZE, 100), list(range(8))
+    first, _ = keys_of(tokens, SIZE)
+    take(keys, 0, stored([1], tokens[:4]))
+    keys.restart(1)
+    assert keys.take().removed == (first,)
+    assert take(keys, 1, stored([2], tokens[4:], parent=1)) == (set(), set()), "a message of the next server was lost"
+    assert take(keys, 2, stored([1], tokens[:4])) == ({first}, set())
+    assert take(keys, 3, stored([2], tokens[4:], parent=1)) == (set(), {first}), "it has one block"

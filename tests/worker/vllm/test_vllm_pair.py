@@ -251,3 +251,17 @@ def test_a_flip_starts_the_server_again_and_serves_in_the_other_role(router):
     finally:
         for worker in workers:
             worker.stop()
+
+
+def test_a_server_may_start_for_longer_than_a_step_may_take(router):
+    """During a flip nobody asks for its load: its worker waits for `start_timeout_s`."""
+    slow = engine(start_s=3.0, step_timeout_s=0.5)
+    worker = start_prefill(WorkerConfig("s", router.address, slow, LEASE, heartbeat_interval_s=0.05))
+    try:
+        router.flip(before := router.worker("s"), common_pb2.ROLE_DECODE)
+        after = router.next_life(before)
+        handle = router.bind(after, prompt_of(20), GREEDY, local_prefill=True)
+        assert ids_of(after.wait_finished(handle)) == expected(prompt_of(20), 6)
+        assert worker.healthy
+    finally:
+        worker.stop()

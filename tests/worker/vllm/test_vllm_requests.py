@@ -129,6 +129,7 @@ GOOD = json.loads(recorded("generate_prefill")["reply"])
         {"do_remote_prefill": False},
         {"remote_engine_id": None},
         {"remote_host": ""},
+        {"padding": "x" * (1 << 19)},
     ],
 )
 def test_a_ticket_that_is_not_of_this_prompt_is_none(changes: dict[str, Any]):
@@ -155,6 +156,14 @@ def test_nonsense_is_a_typed_error(answer: Any, top: int | None):
     except PdserveError:
         return
     assert chunk is None or all(type(token_id) is int and token_id >= 0 for token_id in chunk.token_ids)
+
+
+@pytest.mark.parametrize("top", [{"token_id": "x"}, {"token_id": -1}, {"token_id": None}, {"rank": None}, {"logprob": 10**400}])
+def test_log_probabilities_that_cannot_be_are_a_bad_answer(top: dict[str, Any]):
+    one = {"logprob": -0.5, "top_logprobs": [{"token_id": 4, "rank": 1, "logprob": -0.5, **top}]}
+    answer = {"choices": [{"finish_reason": None, "token_ids": [4], "logprobs": {"content": [one]}}]}
+    with pytest.raises(BadAnswer):
+        read_chunk(answer, top=1)
 
 
 @pytest.mark.parametrize(("name", "usage"), [("decode", 0.0), ("prefill_idle", 0.0), ("prefill_holding", None)])
@@ -208,7 +217,7 @@ def test_settings_that_make_no_sense_with_another_engine_are_refused():
             check_settings(EngineConfig(backend="vllm", **{name: value}))
 
 
-@pytest.mark.parametrize(("said", "blocks"), [(0, 0), (None, 0), (127, 0), (256, 2), ("x", 0), (-5, 0)])
+@pytest.mark.parametrize(("said", "blocks"), [(0, 0), (None, 0), (127, 0), (256, 2), ("x", 0), (-5, 0), (384, 2), (10**30, 2)])
 def test_what_the_lender_had_already_is_counted_in_blocks(said: Any, blocks: int):
     answer = {"kv_transfer_params": {**GOOD["kv_transfer_params"], "remote_prefill_cached_tokens": said}}
-    assert read_hits(answer, BLOCK) == blocks
+    assert read_hits(answer, 384, BLOCK) == blocks
