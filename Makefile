@@ -138,6 +138,9 @@ bench-constraints: setup ## measure what structured output costs in a decode ste
 bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 
+bench-vllm: setup setup-vllm ## show what is promised of real servers of vLLM under pdserve: equal tokens, and streams that go on after a death
+	@$(BIN)/python -m bench.router.vllm_promises
+
 bench-vllm-proxy: setup ## measure what pdserve adds to servers of vLLM, beside vLLM's toy proxy (PROXY=FILE of it; needs make setup-vllm)
 	@$(BIN)/python -m bench.router.vllm_proxy --proxy $(PROXY) $(ARGS)
 

@@ -41,6 +41,8 @@ KV_LEASE_S: Final = 30
 """vLLM keeps the KV of a prompt so long for a reader that does not come. It is vLLM's default; our lease ends before."""
 OLDEST: Final = (0, 32)
 """The release of which the answers are known (docs/design/0086-what-a-vllm-pair-does.md)."""
+OUR_FLAGS: Final = ("--host", "--kv-events-config", "--kv-transfer-config", "--model", "--port", "--served-model-name", "--uds")
+"""The flags by which a worker finds its server, and by which a server finds its pair."""
 MODULE: Final = "vllm.entrypoints.openai.api_server"
 
 
@@ -305,4 +307,12 @@ def check_settings(engine: EngineConfig) -> None:
         if value is not None:
             raise ConfigError(
                 f"engine.{name} is a setting of pdserve's own engine: leave it out, or name vLLM's flag in engine.vllm.args"
+            )
+    for argument in engine.vllm.args:
+        flag = argument.partition("=")[0].replace("_", "-")  # as vLLM reads it, which also takes the beginning of a name
+        if flag.startswith("--data-parallel"):
+            raise ConfigError(f"engine.vllm.args: {argument}: a worker drives one engine; start more workers instead")
+        if len(flag) > 2 and any(ours.startswith(flag) for ours in OUR_FLAGS):
+            raise ConfigError(
+                f"engine.vllm.args: {argument}: the worker chooses this itself; docs/engines.md names the settings"
             )
