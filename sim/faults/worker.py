@@ -27,7 +27,7 @@ from pdserve.rpc.v1 import common_pb2, link_pb2
 from pdserve.worker.engine_thread import EngineView
 from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_role
 from pdserve.worker.member import LinkMember
-from pdserve.worker.messages import AddLent, Command, Reserve, SetLending
+from pdserve.worker.messages import AddLent, Command, Reserve, SetLending, StepEvents
 from prefill_worker.role import PrefillRole
 from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv
 from sim.faults.foreign import TRAITS, ForeignEngine, Tickets
@@ -128,11 +128,7 @@ class SimWorker:
         self._poisonous = poisonous or Poison()
         self._pools = pools
         self._network = network
-        self.engine: SimEngine | ForeignEngine = (
-            self._make_foreign(tickets, rng, reached)
-            if shape.foreign and tickets is not None
-            else self._make_engine(sizes, rng, reached, check_steps=check_steps)
-        )
+        self.engine = self._make_engine(sizes, tickets, check_steps=check_steps)
         self.regions = tuple(
             Region((1 + number) << 20, size, group.block_bytes)
             for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
@@ -188,16 +184,30 @@ class SimWorker:
             self.engine.restart()
         self._begin()
 
-    def _make_engine(
-        self, sizes: list[int], rng: random.Random, reached: Callable[[str, Process], None], *, check_steps: bool
-    ) -> SimEngine:
-        shape, process = self.shape, self.process
+    def _make_engine(self, sizes: list[int], tickets: Tickets | None, *, check_steps: bool) -> SimEngine | ForeignEngine:
+        shape, process, rng = self.shape, self.process, self._rng
+        publish: Callable[[StepEvents], None] = lambda events: self.view.on_step(events)  # noqa: E731
+        reached: Callable[[str], None] = lambda step: self._reached(f"{step}_{process.role}", process)  # noqa: E731
+        if shape.foreign:
+            assert tickets is not None
+            return ForeignEngine(
+                process,
+                tickets,
+                self._network,
+                publish,
+                reached,
+                rng,
+                num_blocks=shape.num_blocks,
+                max_num_seqs=shape.max_num_seqs,
+                max_model_len=shape.max_model_len,
+                step_s=shape.step_s,
+            )
         return SimEngine(
             process,
             self.kv,
             BlockPools(*sizes, layouts=self.spec.groups),
-            lambda events: self.view.on_step(events),
-            lambda step: reached(f"{step}_{process.role}", process),
+            publish,
+            reached,
             rng,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -207,21 +217,6 @@ class SimWorker:
             checksums=shape.lease.kv_checksum,
             step_s=shape.step_s,
             ends=self._ends,
-        )
-
-    def _make_foreign(self, tickets: Tickets, rng: random.Random, reached: Callable[[str, Process], None]) -> ForeignEngine:
-        shape, process = self.shape, self.process
-        return ForeignEngine(
-            process,
-            tickets,
-            self._network,
-            lambda events: self.view.on_step(events),
-            lambda step: reached(f"{step}_{process.role}", process),
-            rng,
-            num_blocks=shape.num_blocks,
-            max_num_seqs=shape.max_num_seqs,
-            max_model_len=shape.max_model_len,
-            step_s=shape.step_s,
         )
 
     def _ends(self, plan: StepPlan) -> bool:
