@@ -391,7 +391,8 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
 
 
 def _stop_at_eof(stop: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1):  # the interpreter cannot end while a thread reads a buffered file
+        pass
     stop.set()
 
 

@@ -70,14 +70,21 @@ class VllmServer:
         self.url = config.engine.vllm.url
         self.events = ""
         """The address at which the server tells of its shared blocks. Empty: it does not."""
+        self._held: list[socket.socket] = []
         if not self.url:
-            port, side_port, events_port = _free_ports(3)
+            command = _command(config.engine)
+            self._held = _hold_ports(3)
+            port, side_port, events_port = (each.getsockname()[1] for each in self._held)
             self.url = f"http://{LOOPBACK}:{port}"
             if config.engine.enable_prefix_caching:
                 self.events = f"tcp://{LOOPBACK}:{events_port}"
-            command = _command(config.engine) + _flags(config.engine, role, directory, port) + _events_flags(self.events)
+            command += _flags(config.engine, role, directory, port) + _events_flags(self.events)
             self._side = config.advertise_host or config.host, side_port
-            self._popen = _start(command, _environment(config, side_port))
+            try:
+                self._popen = _start(command, _environment(config, side_port))
+            except ConfigError:
+                self._free_ports()
+                raise
 
     @property
     def ours(self) -> bool:
@@ -137,6 +144,11 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+        self._free_ports()
+
+    def _free_ports(self) -> None:
+        for each in self._held:
+            each.close()
 
 
 def _is_healthy(client: httpx2.Client) -> bool:
@@ -267,30 +279,32 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
         raise ConfigError(f"engine.vllm.command {command[0]!r} cannot be started: {exc.strerror}") from exc
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return ports that are free at every address: readers come to one that is not loopback. vLLM binds them late, so they lie
-    below those that the system gives to others. Another program may take one all the same: the server then ends, or is refused,
-    and the worker starts again."""
+def _hold_ports(count: int) -> list[socket.socket]:
+    """Take ports that are free at every address: readers come to one that is not loopback. The sockets that are returned do not
+    listen. While they are open, only a program that asks for these ports by number gets them: vLLM, which binds some of them
+    a minute after its start, but no other worker. They lie below the ports that the system gives to programs that name none,
+    because some programs share such ports."""
     try:
         first_given = int(_GIVEN_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         first_given = 32768  # the usual one
     candidates = range(LOWEST_PORT, max(first_given, LOWEST_PORT + 1000))
-    sockets: list[socket.socket] = []
-    try:
-        for port in random.SystemRandom().sample(candidates, len(candidates)):
-            each = socket.socket()
-            sockets.append(each)
-            try:
-                each.bind(("", port))  # it does not listen
-            except OSError:
-                sockets.pop().close()
-            if len(sockets) == count:
-                return [each.getsockname()[1] for each in sockets]
-        raise ConfigError(f"no {count} ports from {candidates.start} to {candidates.stop - 1} are free")
-    finally:
-        for each in sockets:
+    held: list[socket.socket] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        each = socket.socket()
+        try:
+            each.bind(("", port))
+        except OSError:
             each.close()
+            continue
+        # Only now: with it at the bind, two workers could hold the same port. vLLM and ZeroMQ set it when they bind.
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.append(each)
+        if len(held) == count:
+            return held
+    for each in held:
+        each.close()
+    raise ConfigError(f"no {count} ports from {candidates.start} to {candidates.stop - 1} are free")
 
 
 def check_settings(engine: EngineConfig) -> None:

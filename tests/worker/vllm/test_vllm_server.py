@@ -9,6 +9,7 @@ import pytest
 from pdserve.config import EngineConfig, VllmConfig
 from pdserve.core.errors import ConfigError
 from pdserve.worker.vllm import server
+from pdserve.worker.vllm.kv_events import EventSocket
 
 
 def test_a_port_that_is_taken_at_any_address_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +18,7 @@ def test_a_port_that_is_taken_at_any_address_is_not_free(monkeypatch: pytest.Mon
         port = taken.getsockname()[1]
         monkeypatch.setattr(server.random.SystemRandom, "sample", lambda *_: [port])
         with pytest.raises(ConfigError, match="are free"):
-            server._free_ports(1)
+            server._hold_ports(1)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,25 @@ def test_flags_that_the_worker_chooses_cannot_be_given(argument: str) -> None:
         server.check_settings(config)
 
 
-def test_free_ports_are_distinct_and_below_those_that_the_system_gives() -> None:
-    ports = server._free_ports(50)
+def test_held_ports_are_distinct_and_below_those_that_the_system_gives() -> None:
+    held = server._hold_ports(50)
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
     assert len(set(ports)) == 50
     assert min(ports) >= server.LOWEST_PORT
+
+
+def test_a_held_port_is_given_to_no_other_worker_and_can_be_bound_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers that start at once chose the same port now and then, and the later one to bind it did not start."""
+    (held,) = server._hold_ports(1)
+    port = held.getsockname()[1]
+    with held:
+        monkeypatch.setattr(server.random.SystemRandom, "sample", lambda *_: [port])
+        with pytest.raises(ConfigError, match="are free"):
+            server._hold_ports(1)
+        with socket.create_server(("127.0.0.1", port)):  # as HTTP servers do, with SO_REUSEADDR
+            pass
+        events = EventSocket(f"tcp://127.0.0.1:{port}")
+        events.close()
+    server._hold_ports(1)[0].close()
