@@ -84,6 +84,9 @@ bench-smoke: setup ## measure TTFT, ITL, tokens/s, KV transfer and phases, disag
 bench-idle: setup ## measure CPU and memory of an idle cluster
 	$(BIN)/python -m bench.service.idle
 
+bench-gangs: setup ## measure ranks that share a model beside the threads of one process, and the sums over ranks
+	@$(BIN)/python -m bench.engine.gangs
+
 bench-transfer: setup ## measure NIXL reads beside memcpy and a TCP socket
 	$(BIN)/python -m bench.transfer.reads
 

@@ -25,6 +25,8 @@ ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the r
 WORKER_BASE_MEMORY_MIB: Final = 4096
 """Memory of a worker's pod beside the KV pool: a Ray node (1 GiB), torch and its buffers (1 GiB), and weights (2 GiB, which
 is four times the default model in fp32). A larger model needs more; set it in the manifest."""
+RANK_MEMORY_MIB: Final = 1024
+"""Memory of each further rank of a worker: torch and its buffers. Ranks divide the weights, and share the KV pool."""
 
 _SECURITY: Final = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _POD_SECURITY: Final = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -48,13 +50,7 @@ def worker_template(
     worker before: it asks `router` (host:port of its administration), and leaves a mark that the node goes. Ray then finds the
     worker lost with its node, and starts it on another pod.
     """
-    on_gpu = pool.num_gpus > 0
-    kv_mib = 0 if on_gpu else math.ceil(engine.cpu_kv_bytes / MIB)  # on a GPU it is the device's memory
-    resources = _resources(
-        cpus=cpus_of(pool, engine),
-        memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib,
-        gpus=math.ceil(pool.num_gpus),
-    )
+    resources = _resources(cpus=cpus_of(pool, engine), memory_mib=_memory_mib(pool, engine), gpus=math.ceil(pool.num_gpus))
     script = f'touch {NODE_LEAVING}; exec pdserve drain --on-host "$POD_IP" --router {router}'
     container = {
         **_container("ray-worker", image, resources),
@@ -71,14 +67,21 @@ def worker_template(
 
 
 def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
-    """Return the cores that a worker of the pool may count on: as many as Ray sets aside, and no fewer than its threads."""
-    return max(1, math.ceil(pool.num_cpus), engine.threads)
+    """Return the cores that a worker of the pool may count on. Each of its ranks has as many as Ray sets aside for it, and no
+    fewer than its threads."""
+    return max(1, math.ceil(pool.num_cpus), engine.threads) * engine.ranks
 
 
-def ray_start_params(pool: PoolConfig) -> dict[str, str]:
+def _memory_mib(pool: PoolConfig, engine: EngineConfig) -> int:
+    """Return the memory of a worker's pod. The KV of a worker on a GPU is in the device's memory."""
+    kv_mib = 0 if pool.num_gpus > 0 else math.ceil(engine.cpu_kv_bytes / MIB)
+    return WORKER_BASE_MEMORY_MIB + (engine.ranks - 1) * RANK_MEMORY_MIB + kv_mib
+
+
+def ray_start_params(pool: PoolConfig, engine: EngineConfig) -> dict[str, str]:
     """Return the arguments of `ray start` on a pool's pods. KubeRay wants the JSON of custom resources quoted once more."""
     params = {
-        "num-cpus": str(math.ceil(pool.num_cpus)),
+        "num-cpus": str(math.ceil(pool.num_cpus) * engine.ranks),
         "node-manager-port": str(RAYLET_PORT),
         "resources": json.dumps(json.dumps(pool.resources)),
     }
@@ -137,10 +140,7 @@ def standalone_worker_template(
     """Return the pod of one worker without Ray. Its process is the container's first one, so that the pod's SIGTERM drains it;
     the grace period is longer than a drain may take. A worker that gave itself up ends, and is started again.
     """
-    kv_mib = 0 if pool.num_gpus else math.ceil(engine.cpu_kv_bytes / MIB)  # on a GPU it is the device's memory
-    resources = _resources(
-        cpus=cpus_of(pool, engine), memory_mib=WORKER_BASE_MEMORY_MIB + kv_mib, gpus=math.ceil(pool.num_gpus)
-    )
+    resources = _resources(cpus=cpus_of(pool, engine), memory_mib=_memory_mib(pool, engine), gpus=math.ceil(pool.num_gpus))
     own = ['worker_id: "$POD_NAME"', 'host: "$POD_IP"', 'advertise_host: "$POD_IP"']
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
     container = {

@@ -118,13 +118,13 @@ def _on_own_pods(role: str, pool: PoolConfig) -> PoolConfig:
 
 
 def _with_threads(config: ClusterConfig, pool: PoolConfig) -> PoolConfig:
-    """Give the pool's workers as many threads as their pods ask cores for. Otherwise a worker counts the cores of the whole
-    node.
+    """Give the pool's workers as many threads as their pods ask cores for, which their ranks divide. Otherwise a worker counts
+    the cores of the whole node.
     """
     engine = config.engine_for(pool)
     if engine.threads:
         return pool
-    return dataclasses.replace(pool, engine={**pool.engine, "threads": pods.cpus_of(pool, engine)})
+    return dataclasses.replace(pool, engine={**pool.engine, "threads": pods.cpus_of(pool, engine) // engine.ranks})
 
 
 def changed(config: Any) -> Manifest:
@@ -180,7 +180,7 @@ def _group(role: str, pool: PoolConfig, config: ClusterConfig, image: str, name:
         "replicas": replicas,
         "minReplicas": least,
         "maxReplicas": most,
-        "rayStartParams": pods.ray_start_params(pool),
+        "rayStartParams": pods.ray_start_params(pool, config.engine_for(pool)),
         "template": pods.worker_template(
             image,
             pool,

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
@@ -34,6 +34,7 @@ from pdserve.core.settings.types import (
     check_types,
     is_loopback,
 )
+from pdserve.core.shards import Degrees
 from pdserve.core.slo import SloClass, classes_of
 from pdserve.plugins import is_path
 
@@ -56,6 +57,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Backend = Literal["pdserve", "vllm"]
+Degree = Annotated[int, Meta(ge=1, le=8)]  # usual models have 8 KV heads, and machines 8 GPUs
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
 
@@ -67,6 +69,7 @@ QUANTIZATIONS: Final = typing.get_args(Quantization)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 
+_GANGS_ON_CPUS: Final = "gangs compute on CPUs; set device to cpu, or use backend vllm on GPUs"
 _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
 _NOT_FOREIGN: Final = "only workers with the backend pdserve serve OpenEngine; a server of vLLM has interfaces of its own"
 _URL: Final = re.compile(r"http://[^\s/@]+:[0-9]{1,5}/?")
@@ -80,7 +83,7 @@ class VllmConfig:
 
     # A worker starts its server with this command, to which it adds flags. Empty takes the environment of `make setup-vllm`.
     command: tuple[str, ...] = ()
-    # A worker adds these flags too, such as [--tensor-parallel-size, "2"].
+    # A worker adds these flags too, such as [--seed, "1"].
     args: tuple[str, ...] = ()
     # A worker starts no server, and uses the one that runs at this address, such as http://127.0.0.1:8100.
     url: str = ""
@@ -141,30 +144,72 @@ class EngineConfig:
     batch_invariant: bool | None = None
     # A worker restarts when its engine finishes no step for so long while work waits. Raise it where steps are slow.
     step_timeout_s: PositiveFloat = 60.0
+    # So many ranks, which are processes of one machine, share each layer of a worker's model.
+    tensor_parallel_size: Degree = 1
+    # The layers of a worker's model are cut into so many stages, with `tensor_parallel_size` ranks each.
+    pipeline_parallel_size: Degree = 1
+    # Each rank has whole experts of a mixture instead of a part of every expert.
+    enable_expert_parallel: bool = False
+    # Ranks may share cores. It is slow, and for tests.
+    oversubscribe: bool = False
     # The device does so many operations, and reads so many bytes of memory, in a second at most. Utilisation (MFU, MBU) is told
     # against these. None takes the data sheet of a known GPU, and measures a CPU at the worker's start.
     peak_flops_per_s: PositiveFloat | None = None
     peak_bytes_per_s: PositiveFloat | None = None
-    # torch uses so many threads in each worker. 0 takes the `num_cpus` of the pool, or, if that is less than 1, divides the
-    # cores of the machine by the workers on it, and uses at least 1. More than 1024 are refused: torch ends its process when
-    # the machine gives it no more threads.
+    # torch uses so many threads in each rank; most workers have one rank. 0 takes the `num_cpus` of the pool, or, if that is
+    # less than 1, divides the cores of the machine by the ranks of the workers on it, and uses at least 1. More than 1024 are
+    # refused: torch ends its process when the machine gives it no more threads.
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.backend != "vllm" and self.vllm != VllmConfig():
-            raise ConfigError("vllm is for the backend vllm, and backend is pdserve")
+        given = [f"vllm.{one.name}" for one in fields(VllmConfig) if getattr(self.vllm, one.name) != one.default]
+        if self.backend != "vllm" and given:
+            raise ConfigError(f"{' and '.join(given)}: only for the backend vllm, and backend is pdserve")
         if self.batch_invariant and self.kv_cache_dtype not in EXACT_KV_CACHE_DTYPES:
             raise ConfigError(
                 f"batch_invariant needs a kv_cache_dtype that is not quantised: how {self.kv_cache_dtype} rounds a block "
                 "depends on how its tokens were cut into steps"
             )
+        if self.ranks > 1 and self.backend == "pdserve" and self.device == "cuda":
+            raise ConfigError(f"device is cuda, and {self.gang}: {_GANGS_ON_CPUS}")
+        if self.ranks > 1 and self.vllm.url:
+            raise ConfigError(f"vllm.url is a server which runs already, and {self.gang}: give the degrees to its own command")
 
     def batched_tokens(self, device: str) -> int:
         """Return how many tokens one step may have on a device of this type, "cpu" or "cuda"."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return CUDA_BATCHED_TOKENS if device == "cuda" else CPU_BATCHED_TOKENS
+
+    @property
+    def degrees(self) -> Degrees:
+        """The model of a worker is shared among so many ranks."""
+        return Degrees(self.tensor_parallel_size, self.pipeline_parallel_size, self.enable_expert_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """A worker computes with so many processes."""
+        return self.degrees.ranks
+
+    @property
+    def gang(self) -> str:
+        """The degrees and the number of ranks, in words."""
+        degrees = f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
+        return f"{degrees} are {self.ranks} ranks"
+
+    def check_cores(self, cores: int, machine: str = "this machine") -> None:
+        """Raise `ConfigError` for a gang with more threads than a machine has cores: in every layer the others would wait for a
+        rank that has none. A worker of one rank may share cores.
+        """
+        least = self.ranks * max(1, self.threads)
+        if self.ranks == 1 or self.device == "cuda" or self.oversubscribe or least <= cores:
+            return
+        threads = f" of {self.threads} threads" if self.threads > 1 else ""
+        raise ConfigError(
+            f"{self.gang}{threads}, and {machine} has {cores} core{'s' if cores != 1 else ''}: lower these numbers, take a "
+            "machine with more cores, or set engine.oversubscribe: true, which is slow, and for tests"
+        )
 
     @property
     def cpu_kv_bytes(self) -> int:
@@ -421,8 +466,8 @@ class PoolConfig:
     # While the sizes are decided automatically, "planner" decides that of this pool, or a function of your own, as in
     # "my_policies:prefill_size". It runs in a process of its own; docs/autoscaling.md says what it gets.
     scaling_policy: str = PLANNER
-    # Ray reserves so many CPUs for each worker. 0 reserves none, which lets all workers start on one small machine: workers
-    # of 1 CPU each would wait there for ever.
+    # Ray reserves so many CPUs for each rank of a worker, all of them on one node; most workers have one rank. 0 reserves none,
+    # which lets all workers start on one small machine: workers of 1 CPU each would wait there for ever.
     num_cpus: NonNegativeFloat = 0.0
     # Ray reserves so many GPUs for each worker, or such a share of one, and shows it no other. Above 0, the worker computes on
     # CUDA or does not start. While it is 0 in both pools, the GPUs that are there are divided among the workers (`gpus`).
@@ -489,6 +534,12 @@ def _check_gpus(name: str, gpus: int | None, num_gpus: float, engine: EngineConf
         raise ConfigError(
             f"{name}.num_gpus is {num_gpus:g}, so {sharing} workers share a GPU and each takes "
             f"{engine.gpu_memory_utilization:g} of its memory: set engine.gpu_memory_utilization to {1 / sharing:.2g} or less"
+        )
+    if num_gpus and engine.ranks > 1 and engine.backend == "pdserve":
+        raise ConfigError(f"{name}.num_gpus is {num_gpus:g}, and in {name}.engine {engine.gang}: {_GANGS_ON_CPUS}")
+    if engine.ranks > 1 and 0 < num_gpus < engine.ranks:
+        raise ConfigError(
+            f"{name}.num_gpus is {num_gpus:g}, and in {name}.engine {engine.gang}: set num_gpus to {engine.ranks}, one for each"
         )
     if num_gpus and engine.device == "cpu":
         raise ConfigError(f"{name}.num_gpus is {num_gpus:g} and its engine.device is cpu: set num_gpus to 0 or device to auto")

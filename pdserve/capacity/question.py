@@ -143,9 +143,11 @@ class CapacityQuestion:
     def _check_tp(self) -> None:
         if self.tp is None:
             return
-        check_count("--tp", self.tp, self.gpus)
+        check_count("--tensor-parallel-size (--tp)", self.tp, self.gpus)
         if self.model.heads % self.tp:
-            raise ConfigError(f"--tp {self.tp} does not divide the {self.model.heads} query heads of {self.model.name}")
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tp} does not divide the {self.model.heads} query heads of {self.model.name}"
+            )
 
     @property
     def weight_scheme(self) -> str:

@@ -15,7 +15,7 @@ from pdserve.capacity.placements import PlacementRate, colocated_rate, decode_ra
 from pdserve.capacity.worker_speed import WorkerSpeed
 
 MARGIN: Final = 1.05
-_MORE_GPUS: Final = "give workers more GPUs (--tp; planned with, not served yet)"
+_MORE_GPUS: Final = "give workers more GPUs (--tensor-parallel-size; served with --engine vllm)"
 LEVERS: Final = {
     "memory": f"store KV in fewer bits (--kv-cache-dtype), quantise weights (--quantization), {_MORE_GPUS}, "
     "or take GPUs with more memory",

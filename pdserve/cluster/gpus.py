@@ -2,7 +2,8 @@
 
 A worker gets a GPU of its own where there are enough, and an equal share of one where there are not: 4 workers on 2 GPUs get
 half a GPU each, and half of the memory that `gpu_memory_utilization` allows. All workers get the same, because a request must
-fit wherever it may be placed. Ray then hides all other GPUs from each worker (CUDA_VISIBLE_DEVICES).
+fit wherever it may be placed. Only ranks never share a GPU: where a worker has several, each of them gets a GPU of its own. Ray
+then hides all other GPUs from each worker (CUDA_VISIBLE_DEVICES).
 
 Pools that say `num_gpus` themselves, and those on the CPU, are left as they are.
 """
@@ -76,6 +77,18 @@ def assigned(config: ClusterConfig, present: int) -> ClusterConfig:
     workers = sum(pool.offered for pool in takers.values())
     if not workers:
         return config
+    engines = {name: config.engine_for(pool) for name, pool in takers.items()}
+    for name, engine in engines.items():
+        if engine.ranks > 1 and engine.backend == "pdserve":
+            raise ConfigError(
+                f"{name}.engine.device is {engine.device}, there are GPUs, and {engine.gang}: gangs compute on CPUs; set "
+                "device to cpu (or gpus to 0), or use backend vllm on GPUs"
+            )
+    if any(engine.ranks > 1 for engine in engines.values()):
+        gangs = {name: dataclasses.replace(pool, num_gpus=float(engines[name].ranks)) for name, pool in takers.items()}
+        if config.address == "local":
+            _check_fits(gangs, most)
+        return _replaced(config, gangs)
     sharing = workers_of_a_gpu(workers, most)
     return _replaced(config, {name: _on_gpu(config, pool, sharing) for name, pool in takers.items()})
 

@@ -163,6 +163,7 @@ class Cluster:
             check_policy(setting, name, policy_log(self.folders.logs, role), self._stop)
         if not self._joins:
             self._assign_gpus(gpus_here(os.environ))
+            plan.check_cores(self.config)
             router = self._start_router(plan.LOCAL_HOST)
             pool = self._connect_ray()
         else:  # joining takes no time, and the address of this node is known only after it

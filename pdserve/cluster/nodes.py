@@ -32,11 +32,17 @@ class Needs:
 
     amounts: Mapping[str, float]
     labels: Mapping[str, str]
+    ranks: int = 1  # the amounts are those of so many processes, which one node must hold
 
     def __str__(self) -> str:
         parts = [f"{name}: {amount:g}" for name, amount in self.amounts.items()]
         parts += [f"{name}={selector}" for name, selector in self.labels.items()]
         return ", ".join(parts) or "nothing but a node"
+
+    @property
+    def said(self) -> str:
+        """The needs as a sentence that begins with the worker."""
+        return f"it needs {self}" if self.ranks == 1 else f"its gang of {self.ranks} ranks needs {self} on one node"
 
     @property
     def request(self) -> Request:
@@ -117,9 +123,9 @@ def waits_for(role: str, needs: Needs, view: NodeView, *, placed: Sequence[tuple
     if any(covers(node.free, needs.amounts) for node in labelled):
         return None
     if busy := [node for node in labelled if covers(_without(node, placed), needs.amounts)]:
-        return f"it needs {needs}, which others use on {', '.join(sorted({node.host for node in busy}))}"
+        return f"{needs.said}, which others use on {', '.join(sorted({node.host for node in busy}))}"
     offered = any(covers(node.total, needs.amounts) for node in labelled)
-    said = f"it needs {needs}, which " + ("our other workers use up" if offered else "no node of the Ray cluster offers")
+    said = f"{needs.said}, which " + ("our other workers use up" if offered else "no node of the Ray cluster offers")
     change = f"change {_settings(role, needs)}"
     if not view.autoscaled:
         return f"{said}. Start one with: {start_command(needs, view, waiting)} ; or {change}"
@@ -150,7 +156,8 @@ def _settings(role: str, needs: Needs) -> str:
     names = [_SETTINGS[name] for name in _FLAGS if name in needs.amounts]
     names += ["resources"] if needs.amounts.keys() - _FLAGS.keys() else []
     names += ["labels"] if needs.labels else []
-    return " and ".join(f"{role}.{name}" for name in names)
+    settings = " and ".join(f"{role}.{name}" for name in names)
+    return settings if needs.ranks == 1 else f"{settings}, or the degrees in {role}.engine"
 
 
 def _without(node: Node, placed: Sequence[tuple[str, Needs]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,18 @@ def check_parts(config: ClusterConfig) -> None:
     check_name(config.router.decode_policy, policies.BUILTINS, "router.decode_policy")
 
 
+def check_cores(config: ClusterConfig) -> None:
+    """Raise `ConfigError` for a gang that needs more cores than this machine has, on which a private Ray would start it."""
+    for name, pool in ((PREFILL, config.prefill), (DECODE, config.decode)):
+        engine = config.engine_for(pool)
+        threads = threads_of(engine, num_cpus=pool.num_cpus, share=engine.ranks)
+        if pool.most:
+            try:
+                dataclasses.replace(engine, threads=threads).check_cores(len(os.sched_getaffinity(0)))
+            except ConfigError as exc:
+                raise ConfigError(f"{name}.engine: {exc.message}") from exc
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker: the settings for its start, and the resources that Ray must set aside for it."""
@@ -66,14 +79,14 @@ class WorkerPlan:
     entry: str
     config: WorkerConfig
     max_restarts_per_hour: int
-    num_cpus: float
+    num_cpus: float  # of all its ranks
     num_gpus: float
     resources: dict[str, float]
     labels: dict[str, str]  # selectors of the node's labels; empty for a private Ray, which has one node
     env: dict[str, str]  # variables of its process; empty for a private Ray, whose processes inherit them
     log_dir: str
     node_address: bool  # bind and advertise the node's own address, which only the worker's process can know
-    share: int  # the number of workers on its node, which divide the cores
+    share: int  # the number of processes that compute on its node, which divide the cores
     start_timeout_s: float  # it may load for so long
     host: str = ""  # the address of the node on which its process may run already; empty: it does not
     lasting: str = ""  # the name of its cluster, whose next `pdserve up` adopts it; empty: it ends with its keeper
@@ -87,7 +100,12 @@ class WorkerPlan:
     def needs(self) -> Needs:
         """The resources and labels that the worker needs of its node."""
         amounts = {CPU: self.num_cpus, GPU: self.num_gpus, **self.resources}
-        return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels)
+        return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that compute the worker's model."""
+        return self.config.engine.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +120,7 @@ class Blueprint:
     lasting: str = ""  # the name of the cluster if its workers outlive `pdserve up`; empty: they end with it
 
     def plan(self, role: str, worker_id: str, share: int = 1) -> WorkerPlan:
-        """Plan one worker of the role. `share` is the number of workers on its node, itself included."""
+        """Plan one worker of the role. `share` is the number of ranks on its node, its own included."""
         config, local = self.config, self.config.address == "local"
         pool = config.prefill if role == PREFILL else config.decode
         engine = config.engine_for(pool)
@@ -128,7 +146,7 @@ class Blueprint:
             entry=self.entries[role],
             config=worker,
             max_restarts_per_hour=pool.max_restarts_per_hour,
-            num_cpus=pool.num_cpus,
+            num_cpus=pool.num_cpus * engine.ranks,
             num_gpus=pool.num_gpus,
             resources=dict(pool.resources),
             labels={} if local else {name: str(LabelSelector.parse(text)) for name, text in pool.labels.items()},
@@ -236,13 +254,16 @@ def _shown(value: object) -> str:
 
 
 def shares_of(workers: Sequence[Needs], nodes: Sequence[Node]) -> list[int]:
-    """Return, for each worker, the number of workers that are expected on its node.
+    """Return, for each worker, the number of ranks that are expected on its node, those of other workers included.
 
-    For a worker that has no node yet, it is the number that each node would have in an even spread.
+    For a worker that has no node yet, it is the number that each node would have in an even spread, and no less than its own.
     """
     chosen = spread(workers, nodes)
-    even = -(-len(workers) // max(1, len(nodes)))
-    return [even if node_id is None else chosen.count(node_id) for node_id in chosen]
+    even = -(-sum(needs.ranks for needs in workers) // max(1, len(nodes)))
+    there: Counter[str | None] = Counter()
+    for node_id, needs in zip(chosen, workers, strict=True):
+        there[node_id] += needs.ranks
+    return [max(even, n.ranks) if node_id is None else there[node_id] for node_id, n in zip(chosen, workers, strict=True)]
 
 
 def local_resources(config: ClusterConfig) -> dict[str, float]:
@@ -293,9 +314,9 @@ def dial_address(bound: str, router: RouterConfig, node_host: str) -> str:
 
 
 def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
-    """Return the number of threads of one worker, at least 1.
+    """Return the number of threads of one rank, at least 1. num_cpus: those of this rank.
 
-    Workers that together spin more threads than there are cores slow down many times.
+    Ranks that together spin more threads than there are cores slow down many times.
     """
     if engine.threads:
         return engine.threads
@@ -307,11 +328,12 @@ def threads_of(engine: EngineConfig, *, num_cpus: float, share: int) -> int:
 def on_this_node(plan: WorkerPlan, node_host: str) -> WorkerConfig:
     """Return the worker's configuration with the facts that only its own machine knows: address and cores.
 
-    In a Ray cluster that was joined, workers are spread over nodes, so other machines must reach them.
+    In a Ray cluster that was joined, workers are spread over nodes, so other machines must reach them. Raises `ConfigError` for
+    a gang that needs more cores.
     """
-    engine = dataclasses.replace(
-        plan.config.engine, threads=threads_of(plan.config.engine, num_cpus=plan.num_cpus, share=plan.share)
-    )
+    engine = plan.config.engine
+    engine = dataclasses.replace(engine, threads=threads_of(engine, num_cpus=plan.num_cpus / plan.ranks, share=plan.share))
+    engine.check_cores(len(os.sched_getaffinity(0)), f"the node {node_host}" if plan.node_address else "this machine")
     if not plan.node_address:
         return dataclasses.replace(plan.config, engine=engine)
     advertise = plan.config.advertise_host or node_host

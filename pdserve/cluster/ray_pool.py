@@ -79,7 +79,8 @@ class WorkerPool:
         assert all(member.worker_id != plan.worker_id for member in self._members), plan.worker_id
         view = self._look() if self._look is not None else None
         nodes = max(1, len(view.nodes)) if view is not None else 1
-        member = Member(dataclasses.replace(plan, share=-(-(len(self._members) + 1) // nodes)))
+        ranks = sum(member.plan.ranks for member in self._members) + plan.ranks
+        member = Member(dataclasses.replace(plan, share=max(plan.ranks, -(-ranks // nodes))))
         self._members.append(member)
         self._ask(member, *self._nodes_of([member]))
 

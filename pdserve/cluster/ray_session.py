@@ -138,7 +138,7 @@ def _own(config: ClusterConfig, private: Path) -> dict[str, Any]:
     Ray starts an idle process for each CPU that it offers, so it offers no more CPUs than that.
     """
     pools = (config.prefill, config.decode)
-    cpus = math.ceil(sum(pool.num_cpus * pool.offered for pool in pools))
+    cpus = math.ceil(sum(pool.num_cpus * config.engine_for(pool).ranks * pool.offered for pool in pools))
     gpus = math.ceil(sum(pool.num_gpus * pool.offered for pool in pools))
     return {
         "address": "local",

@@ -66,6 +66,7 @@ class Whole(click.ParamType[int]):
 UINT32: Final = Whole(32)
 PORT: Final = click.IntRange(0, 65535)
 POSITIVE: Final = click.IntRange(min=1)
+DEGREE: Final = click.IntRange(1, 8)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)
 NOT_NEGATIVE: Final = click.IntRange(min=0)
 PLACEMENTS: Final = click.Choice([placement.value for placement in Placement])
@@ -150,6 +151,18 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         click.Choice(QUANTIZATIONS),
         "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
     ),
+    (
+        ("--tensor-parallel-size", "-tp"),
+        "engine.tensor_parallel_size",
+        DEGREE,
+        "Number of ranks that share each layer of a worker's model (default 1).",
+    ),
+    (
+        ("--pipeline-parallel-size", "-pp"),
+        "engine.pipeline_parallel_size",
+        DEGREE,
+        "Number of stages into which the layers of a worker's model are cut (default 1).",
+    ),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
     (("--gpus",), "gpus", NOT_NEGATIVE, "Limit of the GPUs that the workers use (default: all); 0 computes on CPUs."),
     (("--transport",), "transfer.transport", str, "Transport of KV: nixl (default), cma, or module:function of your own."),
@@ -220,8 +233,8 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
 )
 LACKING: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (
-        ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
-        "a worker computes on one device; --prefill and --decode set the numbers of workers",
+        ("--data-parallel-size",),
+        "--prefill and --decode set the numbers of workers",
     ),
     (("--kv-transfer-config",), "the two pools are built in: --prefill, --decode, --transport"),
     (("--enable-auto-tool-choice", "--enable-chunked-prefill"), "it is always on"),
@@ -268,6 +281,12 @@ def cluster_options(command: Command) -> Command:
         help="Let prompts that begin alike share KV. [default: enabled]",
     )(command)
     command = click.option(
+        "--enable-expert-parallel/--no-enable-expert-parallel",
+        "-ep",
+        default=None,
+        help="Give each rank whole experts of a mixture instead of a part of every expert. [default: off]",
+    )(command)
+    command = click.option(
         "--kv-checksum/--no-kv-checksum",
         default=None,
         help="Verify by checksum that KV was read as it was written. [default: on]",
@@ -290,6 +309,7 @@ def cluster_config(
     overrides: tuple[str, ...] = (),
     batch_invariant: bool | None = None,
     enable_prefix_caching: bool | None = None,
+    enable_expert_parallel: bool | None = None,
     kv_checksum: bool | None = None,
     autoscaling: bool | None = None,
     **flags: Any,
@@ -300,6 +320,8 @@ def cluster_config(
         settings["engine.batch_invariant"] = batch_invariant
     if enable_prefix_caching is not None:
         settings["engine.enable_prefix_caching"] = enable_prefix_caching
+    if enable_expert_parallel is not None:
+        settings["engine.enable_expert_parallel"] = enable_expert_parallel
     if kv_checksum is not None:
         settings["lease.kv_checksum"] = kv_checksum
     if autoscaling is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "roofline",
     "sampling",
     "settings",
+    "shards",
     "slo",
     "step_plan",
     "structured",

@@ -23,14 +23,16 @@ from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.model_spec import ModelSpec
 from pdserve.core.roofline import ModelShape, StepTraffic
+from pdserve.core.shards import Degrees, RankShare
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import ExpertLoad, expert_load
 from pdserve.engine.attention.api import Scores
 from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
 from pdserve.engine.attention.fast import FastAttention
 from pdserve.engine.attention.invariant import InvariantAttention
+from pdserve.engine.gang.leader import Gang, OnLost
 from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.cache import KvCache, zeros
 from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.elementwise import softcap, softcap_fixed
@@ -83,10 +85,19 @@ class ModelRunner:
     """The model and the KV pool of one engine, made by `load`. The whole pool is allocated at once, and it never grows."""
 
     def __init__(
-        self, model: Model, kv: KvPool, *, weights_bytes: int, max_model_len: int, batch_invariant: bool, why: str
+        self,
+        model: Model,
+        kv: KvPool,
+        *,
+        weights_bytes: int,
+        max_model_len: int,
+        batch_invariant: bool,
+        why: str,
+        gang: Gang | None = None,
     ) -> None:
-        """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen."""
+        """Hold a model and its pool. why: the reason, in words, why this kind of model was chosen. gang: the other ranks."""
         self.kv = kv
+        self._gang = gang
         self.compiled = isinstance(model, native.NativeDecoder)
         self.isa = model.isa if isinstance(model, native.NativeDecoder) else ""
         """The instruction set of compiled steps, as `PDSERVE_ISA` names it. Empty: torch computes."""
@@ -129,9 +140,19 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, directory: Path, card: ModelCard, config: EngineConfig, *, later: int = 0, progress: Progress = silent
+        cls,
+        directory: Path,
+        card: ModelCard,
+        config: EngineConfig,
+        *,
+        later: int = 0,
+        progress: Progress = silent,
+        on_lost: OnLost = lambda _: None,
     ) -> ModelRunner:
         """Load the weights of `directory` and allocate the KV pool. Sets torch's number of threads for the whole process.
+
+        With degrees above 1 the runner is rank 0 of a gang, whose other ranks it starts. `on_lost` is called in another thread
+        when one of them ends; no step can be computed then. `close` ends them.
 
         `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
         `progress` gets the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
@@ -144,28 +165,59 @@ class ModelRunner:
             sources.append(streamed.source)
             return streamed if device.type == "cpu" else streamed.held()  # a trial lays a GPU's weights out twice
 
-        runner = cls.make(card, config, read, later=later)
+        gang = None
+        if config.degrees.ranks > 1:
+            config.degrees.check(card.spec)
+            if device_of(config.device).type != "cpu":
+                raise ConfigError(f"{config.gang}, and gangs compute on CPUs: set device to cpu, or use backend vllm on GPUs")
+            gang = Gang(on_lost)
+        try:
+            runner = cls.make(card, config, read, later=later, gang=gang, directory=directory)
+            if gang is not None:
+                gang.wait_ready()
+        except BaseException:
+            if gang is not None:
+                gang.close()
+            raise
         runner.model_digest = model_digest(card.fingerprint, card.eos_token_ids, sources[-1].digest())
         return runner
 
     @classmethod
-    def make(cls, card: ModelCard, config: EngineConfig, read: ReadWeights, *, later: int = 0) -> ModelRunner:
-        """Make a runner as `load` does, with the weights that `read` returns."""
+    def make(
+        cls,
+        card: ModelCard,
+        config: EngineConfig,
+        read: ReadWeights,
+        *,
+        later: int = 0,
+        gang: Gang | None = None,
+        directory: Path = Path(),
+    ) -> ModelRunner:
+        """Make a runner as `load` does, with the weights that `read` returns. The ranks of a gang read those of `directory`."""
         if config.threads > 0:
             torch.set_num_threads(config.threads)
         device = device_of(config.device)
         with torch.inference_mode():
-            runner = cls._sized(card, config, device, read, later)
+            runner = cls._sized(card, config, device, read, later, gang, directory)
         return_freed_memory()  # it held the weights as they were read
         return runner
 
     @classmethod
-    def _sized(cls, card: ModelCard, config: EngineConfig, device: torch.device, read: ReadWeights, later: int) -> ModelRunner:
+    def _sized(
+        cls,
+        card: ModelCard,
+        config: EngineConfig,
+        device: torch.device,
+        read: ReadWeights,
+        later: int,
+        gang: Gang | None,
+        directory: Path,
+    ) -> ModelRunner:
         """Make a runner whose pool has the configured size, or the size that fits beside the weights and the largest step."""
         measure = PoolMeasure.of(device, config, later)
         weights = read(TORCH_DTYPES[resolve_dtype(config.dtype)], device)
         if measure is None:
-            return cls._on_pool(card, config, device, weights, config.cpu_kv_bytes)
+            return cls._on_pool(card, config, device, weights, config.cpu_kv_bytes, gang=gang, directory=directory)
 
         def trial(kv_bytes: int) -> list[Callable[[], object]]:
             runner = cls._on_pool(card, config, device, weights, kv_bytes, pool_tokens=card.max_position)
@@ -183,6 +235,9 @@ class ModelRunner:
         weights: WeightSource,
         kv_bytes: int,
         pool_tokens: int | None = None,
+        *,
+        gang: Gang | None = None,
+        directory: Path = Path(),
     ) -> ModelRunner:
         """Make a runner with a pool of `kv_bytes`.
 
@@ -192,15 +247,27 @@ class ModelRunner:
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
             limits = (config.max_num_seqs, config.batched_tokens(device.type))
             most = [group.most_useful(*limits) for group in spec.groups]
-            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most)
+            allocate = zeros if gang is None else gang.allocate
+            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most, allocate=allocate)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.longest)
+        if gang is not None:
+            if not native.supports(card.spec, kv):
+                raise ConfigError(f"{config.degrees} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
+            gang.start(directory, card, config, max_model_len, kv_bytes)
         try:
-            model = _model(card, weights, kv, config, max_model_len)
+            model = _model(card, weights, kv, config, max_model_len, gang)
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         invariant = bool(config.batch_invariant)
         why = native.obstacle(card.spec, kv) or library.find().why
-        return cls(model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why)
+        return cls(
+            model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why, gang=gang
+        )
+
+    def close(self) -> None:
+        """End the other ranks of a gang. Idempotent."""
+        if self._gang is not None:
+            self._gang.close()
 
     def traffic(self, shape: ModelShape) -> StepTraffic:
         """Return the bytes that decode steps of a model of this shape read, in the formats of this engine."""
@@ -224,7 +291,8 @@ class ModelRunner:
     def describe(self) -> str:
         """Return a line for logs and operators that says how steps are computed and why."""
         way = f"{self._model.way} {str(self.kv.dtype).removeprefix('torch.')}"
-        return f"{way} ({self._why}); batch-invariant: {'yes' if self.batch_invariant else 'no'}"
+        ranks = "" if self._gang is None else f"; {self._gang}"
+        return f"{way} ({self._why}){ranks}; batch-invariant: {'yes' if self.batch_invariant else 'no'}"
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start the step of a plan: it computes the plan, writes its KV, and draws a token for each of its samples.
@@ -304,13 +372,19 @@ def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
         raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
 
 
-def _model(card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineConfig, max_positions: int) -> Model:
+def _model(
+    card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineConfig, max_positions: int, gang: Gang | None
+) -> Model:
     """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled model does not run.
 
     Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
     """
     if native.supports(card.spec, kv):
-        return native.NativeDecoder(card.spec, weights, kv, max_positions, COMPILED_SCHEMES[config.quantization])
+        share, scheme = (
+            RankShare(card.spec, Degrees() if gang is None else config.degrees),
+            COMPILED_SCHEMES[config.quantization],
+        )
+        return native.NativeDecoder(share, weights, kv, max_positions, scheme, None if gang is None else gang.place)
     if config.quantization is not None:
         raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
     lacking = obstacle(card.spec)

@@ -11,6 +11,12 @@ PREFIX: Final = "pdserve: "
 KEEP_ENVIRONMENT: Final = "SPT_NOENV"  # the library reads it at its first call
 
 
+def shown_name() -> str:
+    """Return the name by which `set_title` has shown this process; "pdserve" when it has not."""
+    title = setproctitle.getproctitle()
+    return title.removeprefix(PREFIX) if title.startswith(PREFIX) else "pdserve"
+
+
 def set_title(name: str) -> None:
     """Show this process as `pdserve: NAME`. From then on the title stands in /proc/PID/cmdline instead of the arguments.
 

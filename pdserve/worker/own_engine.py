@@ -67,6 +67,7 @@ class OwnEngine(WorkerEngine):
         self._step_bytes = 0
         self._step_timeout_s = config.engine.step_timeout_s
         self._peaks = Peaks()
+        self._end_ranks: Callable[[], None] = lambda: None
 
     def load(self) -> None:
         """Load the model in the engine thread, and measure the largest step. Raises what went wrong."""
@@ -122,6 +123,7 @@ class OwnEngine(WorkerEngine):
         """End the engine thread after its current step."""
         if self._thread is None or self._thread.stop(timeout_s):
             self._events.close()
+            self._end_ranks()
         else:  # the thread may still put events
             log.error("the engine thread did not stop within %.0f s", timeout_s)
 
@@ -180,7 +182,8 @@ class OwnEngine(WorkerEngine):
         engine = self.config.engine
         check_before_loading(self.card, engine)
         later = self._converts(engine)
-        runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress)
+        runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress, on_lost=self._on_death)
+        self._end_ranks = runner.close
         runner.numerics = numerics_of(runner, self.card, engine)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)

@@ -8,6 +8,7 @@ does: leases, tickets, handles and connections belong to an incarnation, and so 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -147,6 +148,10 @@ class RunningWorker:
             return self._exit.result(timeout_s)
         except TimeoutError:
             return None
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        """Call `call` once `wait` has an exit status to return, in any thread; at once if it has one."""
+        self._exit.add_done_callback(lambda _: call())
 
     @property
     def healthy(self) -> bool:
@@ -369,7 +374,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
     def command(config: str, overrides: tuple[str, ...], log_level: str, exit_with_parent: bool) -> None:
         setup_logging(log_level)
         try:
-            worker_config = load(WorkerConfig, config, overrides)
+            worker_config = _with_cores(load(WorkerConfig, config, overrides))
             set_title(worker_config.worker_id)
             drain, stop = threading.Event(), threading.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -390,6 +395,18 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
     command()
 
 
+def _with_cores(config: WorkerConfig) -> WorkerConfig:
+    """Return the settings of a worker that has this machine for itself. A gang gets as many threads as its ranks have cores.
+
+    Raises `ConfigError` for a gang that needs more cores.
+    """
+    engine, cores = config.engine, len(os.sched_getaffinity(0))
+    if engine.ranks > 1:
+        engine = dataclasses.replace(engine, threads=engine.threads or max(1, cores // engine.ranks))
+    engine.check_cores(cores)
+    return dataclasses.replace(config, engine=engine)
+
+
 def _stop_at_eof(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 1):  # the interpreter cannot end while a thread reads a buffered file
         pass
@@ -403,11 +420,11 @@ def _serve(worker: RunningWorker, drain: threading.Event, stop: threading.Event)
     if worker.openengine_address:
         ready["openengine"] = worker.openengine_address
     print(json.dumps(ready), flush=True)
-    while not stop.wait(LOOK_S):
-        if drain.is_set():
-            worker.drain()
-        status = worker.wait(0)
+    while not stop.is_set():
+        status = worker.wait(LOOK_S)  # a worker that breaks ends at once
         if status is not None:
             return status
+        if drain.is_set():
+            worker.drain()
     worker.stop()
     return worker.wait(0) or 0

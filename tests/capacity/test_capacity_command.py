@@ -61,6 +61,8 @@ def test_json_has_the_question_and_every_result() -> None:
     ("flags", "path", "value"),
     [
         (("--tp", "2"), ("tp",), 2),
+        (("--tensor-parallel-size", "2"), ("tp",), 2),
+        (("-tp", "2"), ("tp",), 2),
         (("--kv-cache-dtype", "int8"), ("kv_bytes_per_token",), 65_536),
         (("--num-kv-heads", "4"), ("kv_bytes_per_token",), 65_536),
         (("--context", "4096"), ("room", "context"), 4096),

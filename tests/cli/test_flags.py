@@ -94,6 +94,16 @@ def test_every_flag_reaches_its_setting() -> None:
     assert (engine.block_size, engine.kv_cache_memory) == (8, 64 << 20)
 
 
+@pytest.mark.parametrize(
+    "names", [("--tensor-parallel-size", "--pipeline-parallel-size", "--enable-expert-parallel"), ("-tp", "-pp", "-ep")]
+)
+def test_gangs_have_vllms_flags(names: tuple[str, str, str]) -> None:
+    engine = parse(names[0], "2", names[1], "4", names[2]).engine
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.enable_expert_parallel) == (2, 4, True)
+    alone = parse("--set", "prefill.engine.tensor_parallel_size=2", "--no-enable-expert-parallel")
+    assert [alone.engine_for(pool).ranks for pool in (alone.prefill, alone.decode)] == [2, 1]
+
+
 @pytest.mark.parametrize("given", ["https://a.example, null", '["https://a.example", "null"]'])
 def test_origins_are_a_list_in_vllms_form_or_with_commas(given: str) -> None:
     assert parse("--allowed-origins", given).router.allowed_origins == ("https://a.example", "null")
@@ -130,6 +140,7 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
     ("arguments", "says"),
     [
         (("up", "--port", "99999"), "--http-port"),
+        (("up", "-tp", "9"), "--tensor-parallel-size"),
         (("up", "--kv-cache-memory", "lots"), "--kv-cache-memory"),
         (("up", "--allowed-origins", "[*]"), "--allowed-origins"),
         (("up", "--allowed-origins", "[1]"), "error: router.allowed_origins"),

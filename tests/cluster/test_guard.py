@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.cluster.keeping.guard import Guard
@@ -16,6 +17,10 @@ class Worker:
 
     status: int | None = None
     healthy: bool = True
+    ended: Callable[[], object] | None = None
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        self.ended = call
 
     def wait(self, timeout_s: float | None) -> int | None:
         return self.status
@@ -27,9 +32,12 @@ class Guarded:
     node_leaves: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
     drained: list[bool] = field(default_factory=list)
+    interval_s: float = 0.01
 
     def __post_init__(self) -> None:
-        self.guard = Guard(self.worker, node_leaves=lambda: self.node_leaves, end_process=self.ended.set, interval_s=0.01)
+        self.guard = Guard(
+            self.worker, node_leaves=lambda: self.node_leaves, end_process=self.ended.set, interval_s=self.interval_s
+        )
         self.waiter = threading.Thread(target=lambda: self.drained.append(self.guard.wait()))
         self.waiter.start()
 
@@ -55,6 +63,16 @@ def test_a_worker_that_broke_ends_its_process() -> None:
     assert guarded.ended.wait(WAIT_S)
     guarded.finish()
     assert guarded.drained == [False]
+
+
+def test_a_worker_that_breaks_between_two_looks_ends_its_process_at_once() -> None:
+    """Until then the router holds it for alive."""
+    guarded = Guarded(interval_s=2 * WAIT_S)
+    guarded.worker.status = 1
+    assert guarded.worker.ended is not None
+    guarded.worker.ended()
+    assert guarded.ended.wait(WAIT_S)
+    guarded.finish()
 
 
 def test_an_unhealthy_worker_ends_its_process_though_it_still_runs() -> None:

@@ -52,10 +52,11 @@ class RayCluster:
         return self._start(command.replace("HEAD:6379", self.address), {**self.token, **mode})
 
     def _start(self, command: str, environment: dict[str, str], **flags: object) -> RayNode:
-        """Its workers must not see this machine's GPUs or count its CPUs: none asks for any."""
+        """Its workers must not see this machine's GPUs, nor count its CPUs unless the command does: none asks for any."""
+        flags = flags if "--num-cpus" in command else {"num_cpus": 0, **flags}
         environment = {**environment, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
         name = f"node-{len(self.nodes)}"
-        node = RayNode(command, self.folder / "ray", name=name, environment=environment, num_cpus=0, **flags)
+        node = RayNode(command, self.folder / "ray", name=name, environment=environment, **flags)
         self.nodes.append(node)
         return node.wait_started()
 
@@ -165,6 +166,26 @@ def test_what_no_node_offers_is_told_with_the_command_that_mends_it(run_command:
     stop(command)
     later.wait_for("ready; Ctrl-C stops it")
     stop(later)
+
+
+@pytest.mark.slow
+def test_a_gang_is_placed_whole_on_the_first_node_with_cpus_for_all_its_ranks(run_command: Any, cluster: RayCluster) -> None:
+    """(1) A node has the CPU of one rank: `up` says what a gang of two needs, and which command helps. (2) That command is run:
+    the gang is one actor, on the new node."""
+    cluster.join(f"ray start --address={cluster.address} --num-cpus=1")
+    gang = ("decode.num_cpus=1", "decode.engine.tensor_parallel_size=2", "engine.oversubscribe=true", "engine.device=cpu")
+    wants = (*up(ONE_MACHINE[1]), *FREE, "--decode", "1", *(word for each in gang for word in ("--set", each)))
+    command = run_command(*wants, **cluster.visitor)
+    told = command.wait_for(
+        r"(?s)decode-0 waiting for a node; its\s+gang\s+of\s+2\s+ranks\s+needs\s+CPU:\s+2\s+on\s+one\s+node, .*Start one with: "
+        r"(.*?) ; or\s+change\s+decode\.num_cpus,\s+or\s+the\s+degrees\s+in\s+decode\.engine"
+    )
+    wide = cluster.join(" ".join(told[1].split()))
+    command.wait_for("ready; Ctrl-C stops it")
+    with AdminClient(address(command.text, "admin")) as admin:
+        pids = {worker.hello.worker_id: worker.hello.pid for worker in admin.cluster_state().workers}
+    assert pids["decode-0"] in {process.pid for process in wide.processes()}
+    stop(command)
 
 
 @pytest.mark.slow  # test_ray_errors.py has the errors that Ray raises then

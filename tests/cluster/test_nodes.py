@@ -56,6 +56,19 @@ def test_what_no_node_offers_comes_with_the_command_and_the_setting() -> None:
     ]
 
 
+def test_a_gang_without_a_node_says_how_many_ranks_need_it() -> None:
+    gang = Needs({CPU: 8.0}, {}, ranks=4)
+    text = said(gang, node("a", {CPU: 4}), node("b", {CPU: 4}))
+    assert text is not None
+    assert text.startswith(
+        "its gang of 4 ranks needs CPU: 8 on one node, which no node of the Ray cluster offers. Start one with"
+    )
+    assert "--num-cpus=8 ; or change decode.num_cpus, or the degrees in decode.engine" in text
+    used = said(gang, node("a", {CPU: 8}, free={})) or ""
+    assert used == "its gang of 4 ranks needs CPU: 8 on one node, which others use on host-a"
+    assert gang.request == Needs({CPU: 8.0}, {}).request, "Ray knows nothing of ranks"
+
+
 def test_the_command_for_a_cluster_that_takes_a_token_was_refused_by_ray() -> None:
     assert "RAY_AUTH_MODE=token ray start" in start_command(BIG, NodeView(ADDRESS, (), takes_token=True), 1)
 

@@ -93,6 +93,58 @@ def test_threads_follow_what_was_asked_for() -> None:
     assert plan.threads_of(EngineConfig(), num_cpus=0, share=1000) == 1
 
 
+def gangs(*, num_cpus: float = 0.0, address: str = "local", **engine: object) -> ClusterConfig:
+    """Return a cluster of one prefill worker with 4 ranks and two decode workers with 1 rank each."""
+    prefill = PoolConfig(num_cpus=num_cpus, engine={"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **engine})
+    return ClusterConfig(address=address, prefill=prefill, decode=PoolConfig(replicas=2, num_cpus=num_cpus))
+
+
+def test_a_gang_asks_ray_for_the_cpus_of_all_its_ranks_at_once() -> None:
+    assert [(w.ranks, w.num_cpus, w.needs.ranks) for w in workers(gangs(num_cpus=1.5))] == [
+        (4, 6.0, 4),
+        (1, 1.5, 1),
+        (1, 1.5, 1),
+    ]
+    assert [w.needs.amounts for w in workers(gangs())] == [{}, {}, {}], "most clusters reserve nothing"
+
+
+def test_the_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(18))
+    alone = workers(gangs())
+    assert [w.share for w in alone] == [6, 6, 6]
+    assert [plan.on_this_node(w, "h").engine.threads for w in alone] == [3, 3, 3]
+    apart = workers(gangs(address="auto"), [node("a"), node("b")])
+    assert [w.share for w in apart] == [5, 1, 5]
+    reserved = workers(gangs(num_cpus=2))
+    assert [plan.on_this_node(w, "h").engine.threads for w in reserved] == [2, 2, 2], "each rank has those of its own"
+    unplaced = workers(gangs(address="auto", num_cpus=2), [node(name) for name in "abcdef"])
+    assert [w.share for w in unplaced] == [4, 1, 1], "a gang is on one node, wherever that will be"
+
+
+def test_a_gang_is_refused_where_its_ranks_would_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    says = r"tensor_parallel_size 2 x pipeline_parallel_size 2 are 4 ranks, and this machine has 2 cores"
+    with pytest.raises(ConfigError, match=rf"^prefill\.engine: {says}"):
+        plan.check_cores(gangs())
+    with pytest.raises(ConfigError, match=rf"^{says}"):
+        plan.on_this_node(workers(gangs())[0], "10.0.0.7")
+    with pytest.raises(ConfigError, match=r"4 ranks, and the node 10\.0\.0\.7 has 2 cores"):
+        plan.on_this_node(workers(gangs(address="auto"))[0], "10.0.0.7")
+    slow = gangs(oversubscribe=True)
+    plan.check_cores(slow)
+    assert [plan.on_this_node(w, "h").engine.threads for w in workers(slow)] == [1, 1, 1]
+    plan.check_cores(ClusterConfig(decode=PoolConfig(replicas=99, engine={"threads": 64})))
+
+
+def test_a_gang_without_cores_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+    started: list[Event] = []
+    cluster = Cluster(gangs(device="cpu"), stop=threading.Event(), listener=started.append)
+    with pytest.raises(ConfigError, match="4 ranks, and this machine has 3 cores"), cluster:
+        cluster.start()
+    assert started == []
+
+
 def test_only_workers_of_a_real_cluster_use_their_nodes_address() -> None:
     local, spread = workers(ClusterConfig())[0], workers(ClusterConfig(address="auto"))[0]
     assert plan.on_this_node(local, "10.0.0.7").host == "127.0.0.1"
@@ -170,6 +222,10 @@ def test_workers_of_pools_that_are_alike_may_change_their_role() -> None:
         (
             {"engine": {"kv_cache_dtype": "int8"}},
             "prefill.engine.kv_cache_dtype auto and decode.engine.kv_cache_dtype int8 differ",
+        ),
+        (
+            {"engine": {"tensor_parallel_size": 2}},
+            "prefill.engine.tensor_parallel_size 1 and decode.engine.tensor_parallel_size 2 differ",
         ),
         ({"num_gpus": 1.0}, "prefill.num_gpus 0.0 and decode.num_gpus 1.0 differ"),
         ({"resources": {"big": 1.0}}, "prefill.resources unset and decode.resources {'big': 1.0} differ"),

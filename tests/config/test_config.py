@@ -60,6 +60,11 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.admin_port=50051", r"router\.grpc_port and router\.admin_port are both 50051"),
         ("engine.blok_size=1", "unknown setting engine.blok_size; known here: .*block_size"),
         ("engine.block_size=0", r"engine\.block_size must be a whole number \(at least 1\), got 0"),
+        (
+            "engine.tensor_parallel_size=0",
+            r"engine\.tensor_parallel_size must be a whole number \(at least 1 and at most 8\), got 0",
+        ),
+        ("decode.engine={pipeline_parallel_size: 9}", r"decode\.engine\.pipeline_parallel_size must be .*at most 8\), got 9"),
         ("engine.step_timeout_s=0", r"engine\.step_timeout_s must be a number \(over 0\), got 0"),
         ("engine.block_size=true", r"engine\.block_size must be a whole number \(at least 1\), got True"),
         ("engine.kv_cache_memory=3 parsecs", "engine.kv_cache_memory: '3 parsecs' is not a size"),
@@ -240,6 +245,16 @@ RELATIONS = [
     (["engine.batch_invariant=true", "engine.kv_cache_dtype=int8"], ["batch_invariant", "kv_cache_dtype"]),
     (["prefill.engine={block_size: 8}"], ["prefill.engine.block_size and decode.engine.block_size"]),
     (["prefill.engine={dtype: float32}"], ["prefill.engine.dtype and decode.engine.dtype"]),
+    (["engine.device=cuda", "engine.pipeline_parallel_size=2"], ["engine.device is cuda", "2 ranks", "on GPUs"]),
+    (["prefill.num_gpus=1", "prefill.engine.tensor_parallel_size=2"], ["prefill.num_gpus is 1", "gangs compute on CPUs"]),
+    (
+        ["engine.backend=vllm", "decode.num_gpus=1", "decode.engine.tensor_parallel_size=2"],
+        ["decode.num_gpus is 1", "set num_gpus to 2"],
+    ),
+    (
+        ["engine.backend=vllm", "engine.tensor_parallel_size=2", "engine.vllm.url=http://127.0.0.1:1"],
+        ["vllm.url", "tensor_parallel_size 2", "its own command"],
+    ),
     (["prefill.engine={model: tiny}"], ["prefill.engine.model and decode.engine.model"]),
     (
         ["decode.engine={quantization: int4}"],
@@ -304,6 +319,38 @@ def test_more_threads_than_torch_survives_are_refused() -> None:
     """torch ended the worker with a segmentation fault when the machine refused it a thread."""
     with pytest.raises(ConfigError, match=r"engine\.threads must be a whole number \(at least 0 and at most 1024\), got 99999"):
         load(ClusterConfig, None, ["engine.threads=99999"])
+
+
+def test_one_pool_alone_may_compute_with_gangs() -> None:
+    config = load(ClusterConfig, None, ["prefill.engine.tensor_parallel_size=2", "prefill.engine.pipeline_parallel_size=3"])
+    assert [config.engine_for(pool).ranks for pool in (config.prefill, config.decode)] == [6, 1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "cores", "says"),
+    [
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4, ""),
+        ({"tensor_parallel_size": 2, "threads": 2}, 4, ""),
+        ({"threads": 64}, 1, ""),
+        ({"tensor_parallel_size": 8, "threads": 8, "oversubscribe": True}, 1, ""),
+        ({"tensor_parallel_size": 8, "backend": "vllm", "device": "cuda"}, 2, ""),
+        (
+            {"tensor_parallel_size": 4},
+            2,
+            r"^tensor_parallel_size 4 x pipeline_parallel_size 1 are 4 ranks, and node-7 has 2 cores: lower these numbers.*"
+            r"oversubscribe: true",
+        ),
+        ({"pipeline_parallel_size": 2}, 1, "are 2 ranks, and node-7 has 1 core: "),
+        ({"tensor_parallel_size": 2, "threads": 2}, 3, "are 2 ranks of 2 threads, and node-7 has 3 cores"),
+    ],
+)
+def test_a_gang_needs_a_core_for_each_thread_of_each_rank(engine: dict[str, object], cores: int, says: str) -> None:
+    config = EngineConfig(**engine)
+    if not says:
+        config.check_cores(cores, "node-7")
+        return
+    with pytest.raises(ConfigError, match=says):
+        config.check_cores(cores, "node-7")
 
 
 def test_a_class_keeps_what_the_settings_do_not_change() -> None:

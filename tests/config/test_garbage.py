@@ -98,6 +98,8 @@ def test_every_setting_refuses_what_is_not_of_its_type(value: Any) -> None:
 @given(setting=st.sampled_from(SETTINGS), value=garbage)
 @example(setting=(ClusterConfig, "autoscaling.planner", dict[str, Any]), value={"model": 1j})
 @example(setting=(ClusterConfig, "autoscaling.planner", dict[str, Any]), value={"model": [math.nan]})
+@example(setting=(ClusterConfig, "engine.vllm.command", tuple[str, ...]), value=[""])
+@example(setting=(ClusterConfig, "engine.vllm.url", str), value="http://127.0.0.1:1")
 def test_garbage_is_accepted_or_refused_by_name(setting: tuple[Any, str, Any], value: Any) -> None:
     cls, name, hint = setting
     assert name in (refusal(cls, {name: value}, hint=hint) or name)

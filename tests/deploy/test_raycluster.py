@@ -157,6 +157,25 @@ def test_each_pool_is_a_group_that_offers_what_its_workers_ask_for() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("engine", "cpus", "threads"), [({}, 4, 2), ({"threads": 3}, 6, 3), ({"tensor_parallel_size": 1}, 2, 2)]
+)
+def test_a_gang_has_a_pod_with_the_cores_and_the_memory_of_all_its_ranks(
+    engine: dict[str, int], cpus: int, threads: int
+) -> None:
+    pool = PoolConfig(num_cpus=2, engine={"tensor_parallel_size": 2, **engine})
+    config = ClusterConfig(prefill=pool)
+    prefill, decode = objects(config)["RayCluster/pd"]["spec"]["workerGroupSpecs"]
+    ranks = config.engine_for(pool).ranks
+    assert prefill["rayStartParams"]["num-cpus"] == str(2 * ranks), "as many as the gang's actor asks for"
+    asked = [group["template"]["spec"]["containers"][0]["resources"]["requests"] for group in (prefill, decode)]
+    assert asked[0]["cpu"] == str(cpus)
+    more_mib = [int(each["memory"].removesuffix("Mi")) for each in asked]
+    assert more_mib[0] - more_mib[1] == 1024 * (ranks - 1)
+    adapted = on_kubernetes(config, "pd")
+    assert adapted.engine_for(adapted.prefill).threads == threads
+
+
 def test_rays_autoscaler_adds_pods_within_the_limits_of_the_pools() -> None:
     """And only where the sizes may change by themselves. Its container in the head's pod has an account."""
     spec = objects(CONFIGS["autoscaling"])["RayCluster/pd"]["spec"]

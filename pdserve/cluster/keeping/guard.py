@@ -37,7 +37,7 @@ def end_process() -> None:
 
 
 class Guard:
-    """A thread that looks at the worker every `interval_s`, until the worker has ended or `stop` was called."""
+    """A thread that looks at the worker every `interval_s` and when it ends, until it has ended or `stop` was called."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class Guard:
         self._end_process = end_process
         self._interval_s = interval_s
         self._over = threading.Event()
+        self._look = threading.Event()
         self._drained = False
+        worker.on_end(self._look.set)
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
         self._thread.start()
 
@@ -64,10 +66,15 @@ class Guard:
     def stop(self) -> None:
         """End the watch, because the worker's end is wanted from now on. Idempotent."""
         self._over.set()
+        self._look.set()
         self._thread.join(self._interval_s)
 
     def _run(self) -> None:
-        while not self._over.wait(self._interval_s):
+        while True:
+            self._look.wait(self._interval_s)
+            if self._over.is_set():
+                return
+            self._look.clear()
             status = self._worker.wait(0.0)
             if status == 0:
                 self._has_drained()

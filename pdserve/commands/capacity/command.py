@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--model", required=True, metavar="NAME", help="Directory, .gguf file, Hugging Face id, or a published name.")
 @click.option("--gpu", required=True, metavar="NAME", help="A GPU by name, such as h100-sxm; a wrong name lists all.")
 @click.option("--gpus", type=int, default=8, show_default=True, help="GPUs of all workers together.")
-@click.option("--tp", type=int, help="GPUs of one worker (tensor parallel).  [default: the best]")
+@click.option("--tensor-parallel-size", "-tp", "--tp", "tp", type=int, help="GPUs of one worker.  [default: the best]")
 @click.option("--isl", type=int, default=2048, show_default=True, metavar="TOKENS", help="Prompt tokens.")
 @click.option("--osl", type=int, default=256, show_default=True, metavar="TOKENS", help="Output tokens.")
 @click.option("--ttft", type=float, default=1.0, show_default=True, metavar="S", help="Target for the first token.")

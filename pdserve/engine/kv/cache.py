@@ -11,7 +11,7 @@ cast back.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -36,13 +36,22 @@ from pdserve.engine.kv.span import Span
 
 NOBODY: Final = -1
 """Stands in place of a slot: the token is written nowhere. Only the Triton kernels know this value."""
+Allocate = Callable[[int, torch.device], Tensor]
+"""Function that returns so many zeroed bytes on a device, [nbytes] uint8."""
 
 
 class KvCache:
     """Owner of the blocks' memory. It lives as long as its process, because peers may hold its address."""
 
-    def __init__(self, layout: KvGroup, memory_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Allocate as many blocks as `memory_bytes` holds.
+    def __init__(
+        self,
+        layout: KvGroup,
+        memory_bytes: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """Allocate as many blocks as `memory_bytes` holds, by `zeros` or another function.
 
         dtype: the dtype of tokens that are written and gathered; None means that of the layout. Raises `ConfigError` when
         `memory_bytes` is less than one block.
@@ -53,7 +62,8 @@ class KvCache:
         self.num_blocks = memory_bytes // layout.block_bytes
         if self.num_blocks == 0:
             raise ConfigError(f"kv_cache_memory of {memory_bytes} B is less than one block of {layout.block_bytes} B")
-        self.blocks = _zeros(self.num_blocks * layout.block_bytes, device).view(self.num_blocks, layout.block_bytes)
+        allocate = zeros if allocate is None else allocate
+        self.blocks = allocate(self.num_blocks * layout.block_bytes, device).view(self.num_blocks, layout.block_bytes)
         """[num_blocks, block_bytes] uint8: all bytes of each block, scales included."""
         self.parts = part_views(self.blocks, layout)
         """The numbers and scales of neighbouring planes of one dim."""
@@ -183,7 +193,7 @@ class KvCache:
         part.scales[block, layer] = scales
 
 
-def _zeros(nbytes: int, device: torch.device) -> Tensor:
+def zeros(nbytes: int, device: torch.device) -> Tensor:
     """Return zeroed bytes. On CPU they are mapped but not touched: a block costs no memory before it is first used.
 
     Raises `ConfigError` when the machine cannot map so many bytes.

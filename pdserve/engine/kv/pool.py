@@ -8,7 +8,7 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import KvSpec
-from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.cache import Allocate, KvCache, zeros
 
 
 class KvPool:
@@ -22,11 +22,13 @@ class KvPool:
         dtype: torch.dtype | None = None,
         *,
         most: Sequence[int | None] = (),
+        allocate: Allocate = zeros,
     ) -> None:
         """Allocate as many blocks in each group as `memory_bytes` holds of all groups together, but nowhere more than `most`.
 
-        dtype: the dtype of tokens that are written and gathered; None means that of each group. Raises `ConfigError` when
-        `memory_bytes` is less than one block of each group.
+        allocate: returns zeroed bytes on a device, and is called once for each group, in their order. dtype: the dtype of
+        tokens that are written and gathered; None means that of each group. Raises `ConfigError` when `memory_bytes` is less
+        than one block of each group.
         """
         self.spec = spec
         sizes = spec.split(memory_bytes, most)
@@ -39,7 +41,7 @@ class KvPool:
         self.longest = spec.longest_tokens(sizes)
         """The tokens of the longest sequence that it takes. None: it takes those of any length."""
         pairs = zip(spec.groups, sizes, strict=True)
-        self.caches = tuple(KvCache(group, count * group.block_bytes, device, dtype) for group, count in pairs)
+        self.caches = tuple(KvCache(group, count * group.block_bytes, device, dtype, allocate) for group, count in pairs)
         """The memory of each group, in the order of the groups."""
 
     @property

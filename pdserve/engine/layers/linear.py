@@ -100,11 +100,24 @@ class CompiledScheme:
         if any(width % self.multiple for width in widths):
             raise ConfigError(f"quantization {self.name} needs a model whose widths are multiples of {self.multiple}")
 
-    def pack(self, library: ctypes.CDLL, model: int, layer: int, which: int, weight: Tensor, part: int = 0) -> int:
-        """Copy a weight into a compiled model and return the call's result. layer, which, part: as in abi.h."""
+    def pack(
+        self,
+        library: ctypes.CDLL,
+        model: int,
+        layer: int,
+        which: int,
+        weight: Tensor,
+        part: int = 0,
+        numbers: range | None = None,
+    ) -> int:
+        """Copy a weight into a compiled model and return the call's result. layer, which, part: as in abi.h. numbers: those of
+        each row that are copied; None means all."""
         held = weight.contiguous()
+        numbers = range(held.shape[1]) if numbers is None else numbers
         bits = {HEAD: self.head_bits, ROUTER: 16, ABSORB: 16, EXPAND: 16}.get(which, self.bits)
-        result: int = library.pdserve_model_weight(model, layer, which, part, held.data_ptr(), *held.shape, bits)
+        result: int = library.pdserve_model_weight(
+            model, layer, which, part, held.data_ptr(), *held.shape, numbers.start, len(numbers), bits
+        )
         return result
 
 

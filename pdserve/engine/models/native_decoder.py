@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import InternalBug, OutOfThreads
+from pdserve.core.errors import InternalBug, OutOfThreads, ReplicaLost
 from pdserve.core.ids import BlockId
 from pdserve.core.model_spec import Attention, AttentionSpec, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, NormSpec
 from pdserve.core.sampling import TokenLogprobs
+from pdserve.core.shards import RankShare
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, StepPlan
 from pdserve.core.worker import LayerCounts
 from pdserve.engine.kv.pool import KvPool
@@ -180,8 +181,20 @@ class NativeDecoder:
     computes_in_torch = False
     way = "compiled"
 
-    def __init__(self, spec: ModelSpec, weights: WeightSource, kv: KvPool, max_positions: int, scheme: CompiledScheme) -> None:
-        """Copy the weights. Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory."""
+    def __init__(
+        self,
+        share: RankShare,
+        weights: WeightSource,
+        kv: KvPool,
+        max_positions: int,
+        scheme: CompiledScheme,
+        gang: library.NativeGang | None = None,
+    ) -> None:
+        """Copy the weights of a share, which is that of one rank of `gang`; without a gang it is the whole model.
+
+        Raises `ConfigError` when a width does not allow the scheme, MemoryError without memory.
+        """
+        spec = share.spec
         scheme.check(_widths(spec, _product_widths))
         loaded = library.load()
         assert loaded is not None, "the caller asked `supports`"
@@ -195,30 +208,38 @@ class NativeDecoder:
         )
         self._groups_address = ctypes.addressof(self._groups)
         self._vocab = spec.vocab_size
-        mlps = enumerate(layer.mlp for layer in spec.layers)
+        self._share, self._gang = share, gang
+        own_layers = [spec.layers[layer] for layer in share.layers]
+        mlps = enumerate(layer.mlp for layer in own_layers)
         self._mixtures = [(number, mlp.experts) for number, mlp in mlps if isinstance(mlp, MoeSpec)]
         self._room = self._logits = self._no_values = torch.empty(0, spec.vocab_size)
         self._logits_address = self._rows = 0
-        self._embedding = weights.embedding.contiguous()
-        ropes = {rope_key(one.attention) for one in spec.layers}
+        ids = share.token_ids
+        embedding = weights.embedding
+        self._embedding = (embedding if len(ids) == spec.vocab_size else embedding[ids.start : ids.stop].clone()).contiguous()
+        ropes = {rope_key(one.attention) for one in own_layers}
         self._ropes = {key: rope_table(*key, max_positions, kv.device) for key in ropes}
-        count = len(spec.layers)
+        count = len(own_layers)
         self._layers = count
-        layers = (library.NativeLayer * count)(*map(self._layer_shape, spec.layers, spec.places))
+        places = [spec.places[layer] for layer in share.layers]
+        layers = (library.NativeLayer * count)(*map(self._layer_shape, own_layers, places))
         windows = array("q", (group.window or 0 for group in kv.spec.groups))
+        group_layers = array("q", (group.num_layers for group in kv.spec.groups))
         shape = library.NativeShape(
-            spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0], spec.norm.eps,
+            spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0],
+            group_layers.buffer_info()[0], ids.start, len(ids), None if gang is None else ctypes.pointer(gang), spec.norm.eps,
             float(torch.tensor(spec.embedding_scale).bfloat16()), spec.softcap or 0.0,
-            spec.parts,
+            share.parts,
         )  # fmt: skip
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
             raise MemoryError
         weakref.finalize(self, loaded.pdserve_model_free, self._model)
-        for index, of in enumerate(spec.layers):
-            self._take_layer(index, of, weights.layers[index])
-        self._take_vector(0, _BEFORE_HEAD, weights.norm, spec.norm.offset)
-        self._take(0, HEAD, weights.head)
+        for index, layer in enumerate(share.layers):
+            self._take_layer(index, spec.layers[layer], weights.layers[layer])
+        if share.layers.stop == len(spec.layers):
+            self._take_vector(0, _BEFORE_HEAD, weights.norm, spec.norm.offset)
+            self._take(0, HEAD, weights.head[ids.start : ids.stop])
 
     def forward(self, plan: StepPlan, rows: list[int], *, best_alone: bool = False) -> Logits:
         """Compute the plan, write its KV, and return the logits of `rows`. With `best_alone` they are never in memory.
@@ -246,6 +267,10 @@ class NativeDecoder:
             return Logits(self._no_values, best.tolist())
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
 
+    def follow(self) -> None:
+        """Compute the steps of rank 0, until the gang is lost. Raises `ReplicaLost` then, MemoryError or `OutOfThreads`."""
+        _done(self._library.pdserve_model_follow(self._model, self.threads, self._groups))
+
     @contextmanager
     def first_layer_alone(self) -> Iterator[None]:
         """Compute only the first layer and the head in steps inside `with`. They take as much memory as whole steps do, because
@@ -272,9 +297,17 @@ class NativeDecoder:
         """
         with torch.inference_mode(False):  # so that a step outside of inference mode may change them
             if rows > len(self._room):
-                self._room = torch.empty(rows, self._vocab)
+                self._room = torch.empty(rows, self._vocab) if self._gang is None else self._shared_room(self._gang, rows)
             self._rows, self._logits = rows, self._room[:rows]
         self._logits_address = self._room.data_ptr()
+
+    def _shared_room(self, gang: library.NativeGang, rows: int) -> Tensor:
+        """Return the place where all ranks write their logits. Raises MemoryError for more rows than it has."""
+        if rows > gang.rows:
+            raise MemoryError
+        address = self._library.pdserve_gang_logits(ctypes.byref(gang))
+        numbers = (ctypes.c_float * (gang.rows * self._vocab)).from_address(address)
+        return torch.frombuffer(numbers, dtype=torch.float32).view(gang.rows, self._vocab)
 
     def _sample(self, logits: Tensor, rows: list[int], specs: list[SampleSpec]) -> list[Sampled]:
         """Draw a token for each of `rows` in compiled code; see `Samples` of models.api."""
@@ -287,15 +320,18 @@ class NativeDecoder:
         return packed.taken()
 
     def _layer_shape(self, layer: LayerSpec, place: tuple[int, int]) -> library.NativeLayer:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp, share = layer.attention, layer.mlp, self._share
         table = self._ropes[rope_key(attention)]
-        heads = attention.heads, attention.kv_heads, attention.planes[0][1]
+        kv_heads = share.kv_heads(attention)
+        heads = len(share.heads(attention)), len(kv_heads), attention.planes[0][1]
+        kv = kv_heads.start, attention.kv_heads, share.stores_kv(attention), share.shares_kv(attention)
         softcap = attention.softcap if isinstance(attention, AttentionSpec) else None
         activation = _ACTIVATIONS.index(mlp.activation)
-        moe = library.Moe() if isinstance(mlp, DenseSpec) else _moe_shape(mlp)
+        moe = library.Moe() if isinstance(mlp, DenseSpec) else _moe_shape(mlp, layer, share)
+        intermediate = 0 if moe.experts else len(share.intermediate(layer))
         return library.NativeLayer(
-            *heads, 0 if moe.experts else mlp.intermediate, *place, table.shape[2], activation, layer.norms.eps,
-            _head_norm(attention).eps, _scale_of(attention), softcap or 0.0, table.data_ptr(), _latent_shape(attention), moe,
+            *heads, intermediate, *place, table.shape[2], activation, *kv, layer.norms.eps, _head_norm(attention).eps,
+            _scale_of(attention), softcap or 0.0, table.data_ptr(), _latent_shape(attention), moe,
         )  # fmt: skip
 
     def _take_layer(self, index: int, spec: LayerSpec, layer: LayerWeights) -> None:
@@ -311,48 +347,66 @@ class NativeDecoder:
             assert isinstance(spec.attention, AttentionSpec)
             self._take_heads(index, spec.attention, layer.attention)
         if isinstance(layer.mlp, DenseWeights):
-            self._take_mlp(index, _GATE_UP, layer.mlp)
+            self._take_mlp(index, _GATE_UP, layer.mlp, self._share.intermediate(spec))
         else:
-            self._take_experts(index, layer.mlp)
+            assert isinstance(spec.mlp, MoeSpec)
+            self._take_experts(index, spec, layer.mlp)
 
     def _take_heads(self, layer: int, spec: AttentionSpec, own: GqaWeights) -> None:
         self._take_vectors(layer, _head_norm(spec).offset, {_OF_QUERIES: own.q_norm, _OF_KEYS: own.k_norm})
-        self._take_vectors(layer, 0.0, {_QKV_BIAS: own.qkv_bias, _OUT_BIAS: own.out_bias})
-        self._take(layer, _QKV, own.qkv)
-        self._take(layer, _ATTENTION_OUT, own.out)
+        bias = None if own.qkv_bias is None else self._own_rows(spec, own.qkv_bias)
+        self._take_vectors(layer, 0.0, {_QKV_BIAS: bias, _OUT_BIAS: own.out_bias})
+        self._take(layer, _QKV, self._own_rows(spec, own.qkv))
+        self._take(layer, _ATTENTION_OUT, own.out, numbers=self._share.part_of(spec.out_width))
+
+    def _own_rows(self, spec: AttentionSpec, qkv: Tensor) -> Tensor:
+        """Return the rows of queries, keys and values that this rank computes."""
+        share, queries, keys, dim = self._share, spec.query_width, spec.query_width + spec.kv_heads * spec.qk_dim, spec.qk_dim
+        if len(share.heads(spec)) == spec.heads:
+            return qkv
+        heads, kv_heads = share.heads(spec), share.kv_heads(spec) if share.stores_kv(spec) else range(0)
+        each = ((0, heads, dim), (queries, kv_heads, dim), (keys, kv_heads, spec.v_dim))
+        return torch.cat([qkv[first + of.start * width : first + of.stop * width] for first, of, width in each])
 
     def _take_latent(self, layer: int, spec: MlaSpec, own: MlaWeights) -> None:
         self._take_vectors(layer, spec.norm.offset, {_OF_QUERIES: own.q_a_norm, _OF_KEYS: own.kv_a_norm})
         q, kv_a = in_halves(spec, own)
+        heads = self._share.heads(spec)
+        q = q[heads.start * spec.qk_dim : heads.stop * spec.qk_dim]
         self._take(layer, _QKV, torch.cat((q if own.q_a is None else own.q_a, kv_a)))
         if own.q_a is not None:
             self._take(layer, _QUERY_UP, q)
         keys, values = expansion(spec, own)
-        for head in range(spec.heads):  # all tensors of one kind first, so that a step reads memory from front to back
-            self._take(layer, ABSORB, keys[head].t(), head)
-        for head in range(spec.heads):
-            self._take(layer, EXPAND, values[head], head)
-        self._take(layer, _ATTENTION_OUT, own.out)
+        for place, head in enumerate(heads):  # all tensors of one kind first, so that a step reads memory from front to back
+            self._take(layer, ABSORB, keys[head].t(), place)
+        for place, head in enumerate(heads):
+            self._take(layer, EXPAND, values[head], place)
+        self._take(layer, _ATTENTION_OUT, own.out, numbers=self._share.part_of(spec.out_width))
 
-    def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, expert: int = 0) -> None:
-        """Copy a gated MLP. which: the number of its gate and up; the next number is that of down."""
+    def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, numbers: range, expert: int = 0) -> None:
+        """Copy these numbers of a gated MLP. which: the number of its gate and up; the next number is that of down."""
         # [2 * width, hidden], gate first, becomes LANES rows of the gate, the same LANES rows of up, and so on.
-        gate_up = mlp.gate_up.view(2, -1, LANES, mlp.gate_up.shape[1]).transpose(0, 1).reshape(mlp.gate_up.shape)
+        hidden = mlp.gate_up.shape[1]
+        both = mlp.gate_up.view(2, -1, hidden)[:, numbers.start : numbers.stop]
+        gate_up = both.reshape(2, -1, LANES, hidden).transpose(0, 1).reshape(-1, hidden)
         self._take(layer, which, gate_up, expert)
-        self._take(layer, which + 1, mlp.down, expert)
+        self._take(layer, which + 1, mlp.down, expert, numbers=numbers)
 
-    def _take_experts(self, layer: int, moe: MoeWeights) -> None:
+    def _take_experts(self, layer: int, spec: LayerSpec, moe: MoeWeights) -> None:
+        assert isinstance(spec.mlp, MoeSpec)
         gate = () if moe.shared_gate is None else (moe.shared_gate,)
         self._take(layer, ROUTER, torch.cat((moe.router, *gate)))
         if moe.router_bias is not None:
             self._take_vector(layer, _ROUTER_BIAS, moe.router_bias, 0.0)
         if moe.shared is not None:
-            self._take_mlp(layer, _GATE_UP, moe.shared)
-        for expert, (gate_up, down) in enumerate(zip(moe.gate_up, moe.down, strict=True)):
-            self._take_mlp(layer, _EXPERT_GATE_UP, DenseWeights(gate_up, down), expert)
+            self._take_mlp(layer, _GATE_UP, moe.shared, self._share.part_of(spec.mlp.shared))
+        for expert in self._share.experts(spec.mlp):
+            weights = DenseWeights(moe.gate_up[expert], moe.down[expert])
+            self._take_mlp(layer, _EXPERT_GATE_UP, weights, self._share.intermediate(spec), expert)
 
-    def _take(self, layer: int, which: int, weight: Tensor, part: int = 0) -> None:
-        _done(self.scheme.pack(self._library, self._model, layer, which, weight, part))
+    def _take(self, layer: int, which: int, weight: Tensor, part: int = 0, *, numbers: range | None = None) -> None:
+        """Copy a weight, or these numbers of each of its rows."""
+        _done(self.scheme.pack(self._library, self._model, layer, which, weight, part, numbers))
 
     def _take_vectors(self, layer: int, offset: float, vectors: Mapping[int, Tensor | None]) -> None:
         """Copy the vectors that are there, by their numbers."""
@@ -374,10 +428,12 @@ def split_batches(num_kv_heads: int) -> tuple[int, ...]:
     return (1, most) if most > 1 else (1,)
 
 
-def _moe_shape(moe: MoeSpec) -> library.Moe:
+def _moe_shape(moe: MoeSpec, layer: LayerSpec, share: RankShare) -> library.Moe:
     choice = moe.score == "sigmoid", moe.renormalise, moe.groups, moe.top_groups, moe.group_score == "best_two"
+    own, shared = share.experts(moe), len(share.part_of(moe.shared))
     return library.Moe(
-        moe.experts, moe.experts_per_token, moe.intermediate, *choice, moe.shared, moe.shared_gate, moe.scale
+        moe.experts, moe.experts_per_token, len(share.intermediate(layer)), *choice, shared, moe.shared_gate, own.start,
+        len(own), moe.scale,
     )  # fmt: skip
 
 
@@ -451,6 +507,8 @@ def _done(result: int) -> None:
         raise MemoryError
     if result == library.NO_THREAD:
         raise OutOfThreads("the system gives the compiled step no thread")
+    if result == library.LOST:
+        raise ReplicaLost("a rank of this worker has ended, or was not heard of for too long")
     assert result != library.UNSOUND, "a token has no block, or a block id or token id does not exist"
     if result != library.DONE:
         raise InternalBug("a thread of the compiled step failed")

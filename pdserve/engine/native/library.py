@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 14  # PDSERVE_ABI of abi.h
+ABI: Final = 15  # PDSERVE_ABI of abi.h
 
 
 class InstructionSet(NamedTuple):
@@ -58,6 +58,7 @@ DONE: Final = 1
 NO_MEMORY: Final = 0
 UNSOUND: Final = -1
 NO_THREAD: Final = -2
+LOST: Final = -4
 
 
 class Moe(Structure):
@@ -66,6 +67,7 @@ class Moe(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("experts", "experts_per_token", "intermediate", "sigmoid", "renormalise", "groups")),
         *((name, c_int64) for name in ("top_groups", "best_two", "shared", "shared_gate")),
+        *((name, c_int64) for name in ("first_expert", "own_experts")),
         ("scale", c_double),
     ]  # fmt: skip
 
@@ -81,9 +83,19 @@ class NativeLayer(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "intermediate", "group", "index")),
-        *((name, c_int64) for name in ("rope_dim", "activation")),
+        *((name, c_int64) for name in ("rope_dim", "activation", "first_kv_head", "all_kv_heads", "stores_kv", "shares_kv")),
         *((name, c_double) for name in ("rms_norm_eps", "head_norm_eps", "scale", "softcap")),
         ("rope", c_void_p), ("latent", Latent), ("moe", Moe),
+    ]  # fmt: skip
+
+
+class NativeGang(Structure):
+    """`PdGang` of abi.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rank", "ranks", "stage", "stages", "rows", "sum_rows", "hidden", "vocab")),
+        *((name, c_int64) for name in ("step_bytes", "timeout_ms")),
+        ("memory", c_void_p),
     ]  # fmt: skip
 
 
@@ -92,7 +104,9 @@ class NativeShape(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "vocab", "layers", "groups")),
-        ("layer", POINTER(NativeLayer)), ("windows", c_void_p),
+        ("layer", POINTER(NativeLayer)), ("windows", c_void_p), ("group_layers", c_void_p),
+        *((name, c_int64) for name in ("first_token_id", "own_vocab")),
+        ("gang", POINTER(NativeGang)),
         *((name, c_double) for name in ("rms_norm_eps", "embedding_scale", "softcap")),
         ("parts", c_int64),
     ]  # fmt: skip
@@ -225,7 +239,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_new.restype = c_void_p
     library.pdserve_model_free.argtypes = (c_void_p,)
     library.pdserve_model_free.restype = None
-    library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_int64, c_void_p, c_int64, c_int64, c_int)
+    library.pdserve_model_weight.argtypes = (c_void_p, c_int64, c_int, c_int64, c_void_p, *[c_int64] * 4, c_int)
     library.pdserve_model_weight.restype = c_int
     library.pdserve_model_vector.argtypes = (c_void_p, c_int64, c_int, c_void_p, c_int64)
     library.pdserve_model_vector.restype = c_int
@@ -235,6 +249,13 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_forward.restype = c_int
     library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
     library.pdserve_model_sample.restype = c_int
+    library.pdserve_model_follow.argtypes = (c_void_p, c_int64, POINTER(NativeGroup))
+    library.pdserve_model_follow.restype = c_int
+    library.pdserve_gang_bytes.argtypes = library.pdserve_gang_logits.argtypes = (POINTER(NativeGang),)
+    library.pdserve_gang_lose.argtypes = (POINTER(NativeGang),)
+    library.pdserve_gang_bytes.restype = c_int64
+    library.pdserve_gang_logits.restype = c_void_p
+    library.pdserve_gang_lose.restype = None
     library.pdserve_products.argtypes = (c_int, c_int64)
     library.pdserve_products.restype = c_int64
     return library

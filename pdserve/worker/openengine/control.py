@@ -74,6 +74,7 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         await self.authorise(context)
         hello, host = self._member.hello(), self._host
         address, _, port = host.address.rpartition(":")
+        engine = host.config.engine
         transport, lends = host.config.transfer.transport, self._role is Role.PREFILL
         info = openengine_pb2.ServerInfo(
             engine_name="pdserve",
@@ -82,8 +83,8 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
             instance_id=self._life_name,
             supported_models=[self._model],
             parallelism=openengine_pb2.ParallelismInfo(
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
+                tensor_parallel_size=engine.tensor_parallel_size,
+                pipeline_parallel_size=engine.pipeline_parallel_size,
                 data_parallel_size=1,
                 data_parallel_rank=0,
                 data_parallel_start_rank=0,

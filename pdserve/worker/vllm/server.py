@@ -214,14 +214,18 @@ def _flags(engine: EngineConfig, role: str, directory: Path, port: int) -> list[
         "--load-format": None if engine.load_format == "auto" else engine.load_format,
         "--gpu-memory-utilization": None if on_cpu else engine.gpu_memory_utilization,
         "--kv-cache-memory-bytes": None if on_cpu else engine.kv_cache_memory,
+        "--tensor-parallel-size": engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None,
+        "--pipeline-parallel-size": engine.pipeline_parallel_size if engine.pipeline_parallel_size > 1 else None,
         "--kv-transfer-config": json.dumps(transfer),
     }
     caching = "--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching"
+    experts = ["--enable-expert-parallel"] if engine.enable_expert_parallel else []
     eager = ["--enforce-eager"] if on_cpu else []  # compilation takes minutes there, and gains little (docs/engines.md)
     named = [text for name, value in flags.items() if value is not None for text in (name, str(value))]
     return [
         *named,
         caching,
+        *experts,
         *eager,
         "--generation-config",
         "vllm",
@@ -326,6 +330,8 @@ def check_settings(engine: EngineConfig) -> None:
         flag = argument.partition("=")[0].replace("_", "-")  # as vLLM reads it, which also takes the beginning of a name
         if flag.startswith("--data-parallel"):
             raise ConfigError(f"engine.vllm.args: {argument}: a worker drives one engine; start more workers instead")
+        if engine.ranks > 1 and flag.startswith(("--tensor", "--pipeline", "-tp", "-pp")):
+            raise ConfigError(f"engine.vllm.args: {argument}: {engine.gang}, as engine says already; leave one of the two out")
         if len(flag) > 2 and any(ours.startswith(flag) for ours in OUR_FLAGS):
             raise ConfigError(
                 f"engine.vllm.args: {argument}: the worker chooses this itself; docs/engines.md names the settings"

@@ -113,6 +113,28 @@ def test_settings_that_contradict_each_other_are_errors(changed: dict[str, objec
         ClusterConfig(**changed)  # type: ignore[arg-type]
 
 
+def test_gangs_are_refused_where_there_are_gpus_and_compute_where_these_are_left_out() -> None:
+    config = dataclasses.replace(config_of(), decode=PoolConfig(engine={"tensor_parallel_size": 2}))
+    with pytest.raises(
+        ConfigError, match=r"^decode\.engine\.device is auto, there are GPUs, .* are 2 ranks: gangs compute on CPUs"
+    ):
+        assigned(config, 1)
+    assert [one.ranks for one in planned(config, 0)] == [1, 2]
+    assert [one.config.engine.device for one in planned(dataclasses.replace(config, gpus=0), 1)] == ["cpu", "cpu"]
+    other = dataclasses.replace(config, prefill=PoolConfig(num_gpus=1))
+    assert [one.config.engine.device for one in planned(other, 1)] == ["cuda", "cpu"]
+
+
+def test_each_rank_of_a_server_of_vllm_gets_a_gpu() -> None:
+    engine = EngineConfig(backend="vllm", tensor_parallel_size=2)
+    config = ClusterConfig(engine=engine, decode=PoolConfig(engine={"tensor_parallel_size": 1}))
+    got = [(one.num_gpus, one.config.engine.device, one.config.engine.gpu_memory_utilization) for one in planned(config, 4)]
+    assert got == [(2.0, "cuda", 0.9), (1.0, "cuda", 0.9)]
+    with pytest.raises(ConfigError, match="ask for 3 GPUs"):
+        assigned(config, 2)
+    assert assigned(dataclasses.replace(config, address="auto"), 2).prefill.num_gpus == 2
+
+
 def test_the_nodes_of_a_cluster_tell_their_gpus() -> None:
     nodes = [Node(str(count), "h", {"GPU": count} if count else {}, {}, {}) for count in (0, 2.0, 8.0)]
     assert gpus_of(nodes) == 10

@@ -10,7 +10,7 @@ extern "C" {
 void multiply_rows(int emulated, int bits, long parts, long first, long rows, long n, long k, const bf16* x, const bf16* w, float* to) {
     const Flush flush;
     Arena arena;
-    const Weight weight = packed(arena, w, n, k, bits, parts);
+    const Weight weight = packed(arena, {w, n, k, 0, k}, bits, parts);
     RowRoom room;
     room.fit(rows, weight.words, bits == 8);
     Lines<float> spare(k), sums(rows * k / kGroup4 + 1);

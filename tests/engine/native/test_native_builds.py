@@ -149,11 +149,16 @@ STUBS = """
 extern "C" {
 void *pdserve_model_new(const PdShape *, const uint16_t *) { __builtin_trap(); }
 void pdserve_model_free(void *) { __builtin_trap(); }
-int pdserve_model_weight(void *, int64_t, int, int64_t, const uint16_t *, int64_t, int64_t, int) { __builtin_trap(); }
+int pdserve_model_weight(
+    void *, int64_t, int, int64_t, const uint16_t *, int64_t, int64_t, int64_t, int64_t, int) { __builtin_trap(); }
 int pdserve_model_vector(void *, int64_t, int, const float *, int64_t) { __builtin_trap(); }
 void pdserve_model_expert_counts(void *, int64_t, int64_t *) { __builtin_trap(); }
 int pdserve_model_forward(void *, const PdStep *) { __builtin_trap(); }
 int pdserve_model_sample(void *, int64_t, float *, const PdRow *, int64_t, int32_t *) { __builtin_trap(); }
+int pdserve_model_follow(void *, int64_t, PdGroup *) { __builtin_trap(); }
+int64_t pdserve_gang_bytes(const PdGang *) { __builtin_trap(); }
+float *pdserve_gang_logits(const PdGang *) { __builtin_trap(); }
+void pdserve_gang_lose(const PdGang *) { __builtin_trap(); }
 int64_t pdserve_products(int, int64_t) { __builtin_trap(); }
 }
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,25 @@ def test_flags_that_the_worker_chooses_cannot_be_given(argument: str) -> None:
     config = EngineConfig(backend="vllm", vllm=VllmConfig(args=("--seed", "1", argument)))
     with pytest.raises(ConfigError, match=f"engine.vllm.args: {argument}"):
         server.check_settings(config)
+
+
+@pytest.mark.parametrize("argument", ["--tensor-parallel-size=2", "--pipeline_parallel_size", "-tp"])
+def test_degrees_are_named_once(argument: str) -> None:
+    args = VllmConfig(args=(argument, "2"))
+    server.check_settings(EngineConfig(backend="vllm", vllm=args))
+    with pytest.raises(ConfigError, match=f"engine.vllm.args: {argument}: .* are 2 ranks"):
+        server.check_settings(EngineConfig(backend="vllm", vllm=args, pipeline_parallel_size=2))
+
+
+def test_a_server_gets_the_degrees_that_are_not_its_defaults() -> None:
+    def flags(**engine: int) -> list[str]:
+        return server._flags(EngineConfig(backend="vllm", device="cpu", **engine), "decode", Path("model"), 1)
+
+    given = flags(tensor_parallel_size=2, pipeline_parallel_size=4, enable_expert_parallel=True)
+    assert given[given.index("--tensor-parallel-size") + 1] == "2"
+    assert given[given.index("--pipeline-parallel-size") + 1] == "4"
+    assert "--enable-expert-parallel" in given
+    assert not [flag for flag in flags() if "parallel" in flag]
 
 
 def test_held_ports_are_distinct_and_below_those_that_the_system_gives() -> None:

@@ -14,6 +14,7 @@ struct PdMoe {
     int64_t best_two;          // a group counts as the sum of its best two scores instead of its best
     int64_t shared;            // the width of the shared expert, 0 for none
     int64_t shared_gate;
+    int64_t first_expert, own_experts;  // the experts of this rank; all of them where the ranks split each expert
     double scale;
 };
 
@@ -32,6 +33,9 @@ struct PdLayer {
     int64_t group, index;    // the KV group, and the layer's place among those of the group
     int64_t rope_dim;        // the first so many numbers of a head are rotated; with latent attention the last ones
     int64_t activation;      // 0 SiLU, 1 GELU by a tangent hyperbolic
+    int64_t first_kv_head, all_kv_heads;  // the place of this rank's KV heads among those that a block stores
+    int64_t stores_kv;       // 0: another rank computes and stores these KV heads; qkv then has queries alone
+    int64_t shares_kv;       // several ranks read a KV head
     double rms_norm_eps;     // of the layer's norms, except those of heads
     double head_norm_eps;    // of the norms of heads, or of latent vectors
     double scale;            // factor of scores
@@ -41,15 +45,29 @@ struct PdLayer {
     PdMoe moe;
 };
 
-// A model. Its layers are copied.
+// The place of a rank in its gang, and the memory that all ranks share: see gang.h.
+struct PdGang {
+    int64_t rank, ranks;     // of the stage: at most 8, a power of two
+    int64_t stage, stages;   // at most 8
+    int64_t rows, sum_rows;  // the most rows of a step, and of a place for sums
+    int64_t hidden, vocab;
+    int64_t step_bytes;      // room for the arrays of a step
+    int64_t timeout_ms;      // a rank that waits longer for another one gives the gang up
+    void *memory;            // zeroed before the first rank uses it; pdserve_gang_bytes says how much
+};
+
+// A model, or a rank's share of it. Its layers are copied.
 struct PdShape {
     int64_t hidden, vocab, layers, groups;
-    const PdLayer *layer;    // [layers]
+    const PdLayer *layer;    // [layers], those of this rank's stage
     const int64_t *windows;  // [groups], the positions that a token sees, its own included; 0 means all
+    const int64_t *group_layers;        // [groups], the layers of all stages whose KV a block of the group stores
+    int64_t first_token_id, own_vocab;  // the rows of embedding and head that this rank has
+    const PdGang *gang;      // null: one rank has everything
     double rms_norm_eps;     // of the norm before the head
     double embedding_scale;  // factor of the embedding's rows
     double softcap;          // bound of logits; 0 means none
-    int64_t parts;           // sums of parts of k that attention out and down add as a tree: see matmul.h
+    int64_t parts;           // of this rank: sums of parts of k that attention out and down add as a tree: see matmul.h
 };
 
 // The blocks of one KV group in a step.
@@ -102,7 +120,7 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 14  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 15  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
@@ -126,6 +144,7 @@ enum {
     PDSERVE_UNSOUND = -1,    // a token has no block, or a block id or token id does not exist
     PDSERVE_NO_THREAD = -2,  // the system gave no thread
     PDSERVE_FAILED = -3,     // a thread threw something else
+    PDSERVE_LOST = -4,       // another rank of the gang is gone; the model cannot be called again
 };
 
 // Makes a model; returns null when there is no memory. `embedding` [vocab, hidden] must outlive the model.
@@ -139,7 +158,10 @@ void pdserve_model_free(void *model);
 // 9 keys to queries, [kv_rank, nope_dim], and 10 values, [v_dim, kv_rank]. Rotated rows are sorted into two halves. part: the
 // expert or the head. bits: 16, 8 (k is a multiple of 64) or 4 (of 32), the same for all but the head, the router, 9 and 10. The
 // last three have 16.
-int pdserve_model_weight(void *model, int64_t layer, int which, int64_t part, const uint16_t *weight, int64_t n, int64_t k, int bits);
+// Of each row only the numbers [first, first + count) are taken; a scale is that of the whole row, so that the ranks of a gang have
+// one.
+int pdserve_model_weight(void *model, int64_t layer, int which, int64_t part, const uint16_t *weight, int64_t n, int64_t k,
+                         int64_t first, int64_t count, int bits);
 
 // Copies the weight of a norm, or a bias: [size] float32. which: 0 the norm before attention, 1 that before the MLP, 2 that before
 // the head (for any layer), 3 that of attention's result, 4 that of the MLP's result, 5 that of a head of queries, 6 that of a head
@@ -150,8 +172,21 @@ int pdserve_model_vector(void *model, int64_t layer, int which, const float *fro
 // Writes how many tokens chose each expert of a layer since the model was made. to: [experts]. Only one caller at a time.
 void pdserve_model_expert_counts(void *model, int64_t layer, int64_t *to);
 
-// Computes a step. Only one caller at a time.
+// Computes a step. Only one caller at a time. With a gang, rank 0 of the first stage calls it.
 int pdserve_model_forward(void *model, const PdStep *step);
+
+// Computes the steps of rank 0 until the gang is lost. groups: [groups of the model], the KV pools of this rank. Returns
+// PDSERVE_LOST, or why this rank ended the gang.
+int pdserve_model_follow(void *model, int64_t threads, PdGroup *groups);
+
+// Returns the bytes of memory that a gang shares. Its `memory` is not read.
+int64_t pdserve_gang_bytes(const PdGang *gang);
+
+// Returns the place where the ranks of a gang write logits, [rows, vocab].
+float *pdserve_gang_logits(const PdGang *gang);
+
+// Ends a gang: all of its ranks leave their calls. Any process that shares its memory may call it.
+void pdserve_gang_lose(const PdGang *gang);
 
 // Draws a token for each of `rows`, no two of which name the same row of logits. logits: [rows, vocab]; rows with biases,
 // penalties or bans are changed. ids: [count], the tokens; -1 where the largest logit is not a finite number. Only one caller at

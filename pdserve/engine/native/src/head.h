@@ -33,17 +33,18 @@ struct Best {
 
 // Bounds the logits of a product, keeps the largest of each row in `best`, and stores all of them where they are wanted.
 struct TakeLogits {
-    float* to;  // [rows, columns], or null
-    long columns;
+    float* to;  // [rows, stride], or null
+    long stride, columns;
+    long first_id;  // the id of the first column
     float softcap;  // 0 means none
     Best* best;     // [rows]
     void operator()(long row, long column, F16 low, F16 high) const {
         if (softcap > 0) low = capped(low, broadcast(softcap)), high = capped(high, broadcast(softcap));
-        if (to != nullptr) Store{to, columns}(row, column, low, high);
+        if (to != nullptr) Store{to + row * stride + first_id, columns}(0, column, low, high);
         const F16 least = broadcast(best[row].logit);
         if (!any(~(less(low, least) & less(high, least)))) return;  // nearly always; a NaN is not less
-        best[row].add(low, column, first_lanes(columns - column));
-        if (columns - column > kLanes) best[row].add(high, column + kLanes, first_lanes(columns - column - kLanes));
+        best[row].add(low, first_id + column, first_lanes(columns - column));
+        if (columns - column > kLanes) best[row].add(high, first_id + column + kLanes, first_lanes(columns - column - kLanes));
     }
 };
 

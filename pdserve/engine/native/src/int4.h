@@ -132,13 +132,13 @@ inline bf16 narrowed(float value) {  // of a finite value; it rounds to nearest,
     return bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// Packs [n, k] bfloat16 into panels of codes; the codes of each group of a column span its least to its largest weight. k is a
+// Packs a weight into panels of codes; the codes of each group of a column span its least to its largest weight. `count` is a
 // multiple of kGroup4.
-inline void pack_int4(const bf16* weight, long n, long k, uint32_t* to) {
-    const long groups = k / kGroup4;
-    for (long row = 0; row < n; row++)
+inline void pack_int4(const Source& source, uint32_t* to) {
+    const long groups = source.count / kGroup4;
+    for (long row = 0; row < source.n; row++)
         for (long group = 0; group < groups; group++) {
-            const bf16* from = weight + row * k + group * kGroup4;
+            const bf16* from = source.row(row) + group * kGroup4;
             bf16* block = (bf16*)(to + (row / kPanel * groups + group) * kGroup4Stride);
             const long column = row % kPanel;
             float wide[kGroup4];

@@ -21,6 +21,8 @@ int guarded(const F& f) noexcept {
         return PDSERVE_NO_MEMORY;
     } catch (const std::system_error&) {
         return PDSERVE_NO_THREAD;
+    } catch (const pdserve::GangLost&) {
+        return PDSERVE_LOST;
     } catch (...) {
         return PDSERVE_FAILED;
     }
@@ -38,9 +40,10 @@ void* pdserve_model_new(const PdShape* shape, const uint16_t* embedding) {
 
 void pdserve_model_free(void* model) { delete (Model*)model; }
 
-int pdserve_model_weight(void* model, int64_t layer, int which, int64_t part, const uint16_t* weight, int64_t n, int64_t k, int bits) {
+int pdserve_model_weight(void* model, int64_t layer, int which, int64_t part, const uint16_t* weight, int64_t n, int64_t k,
+                         int64_t first, int64_t count, int bits) {
     return guarded([&] {
-        return ((Model*)model)->set(layer, which, part, weight, n, k, bits), PDSERVE_DONE;
+        return ((Model*)model)->set(layer, which, part, {weight, n, k, first, count}, bits), PDSERVE_DONE;
     });
 }
 
@@ -53,6 +56,16 @@ void pdserve_model_expert_counts(void* model, int64_t layer, int64_t* to) { ((Mo
 int pdserve_model_forward(void* model, const PdStep* step) {
     return guarded([&] { return ((Model*)model)->forward(*step) ? PDSERVE_DONE : PDSERVE_UNSOUND; });
 }
+
+int pdserve_model_follow(void* model, int64_t threads, PdGroup* groups) {
+    return guarded([&] { return ((Model*)model)->follow(int(threads), groups), PDSERVE_LOST; });
+}
+
+int64_t pdserve_gang_bytes(const PdGang* gang) { return pdserve::Gang::bytes(*gang); }
+
+float* pdserve_gang_logits(const PdGang* gang) { return pdserve::Gang(*gang).logits(); }
+
+void pdserve_gang_lose(const PdGang* gang) { pdserve::Gang(*gang).lose(); }
 
 int64_t pdserve_products(int bits, int64_t rounds) {
 #ifdef PDSERVE_AMX

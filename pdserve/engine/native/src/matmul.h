@@ -245,6 +245,7 @@ struct Weight {
     long panel_words = 0;
     const uint32_t* panels = nullptr;
     const float* scales = nullptr;  // [panels * kPanel], 8 bits only
+    const float* late_scales = nullptr;  // the same, where other ranks have parts of each sum: their sum is scaled, and `scales` are 1
 
     bool integers() const { return bits == 8; }  // the rows are then integers, too
     long count() const { return (n + kPanel - 1) / kPanel; }
@@ -419,28 +420,36 @@ struct GateMul {  // panels hold sixteen columns of the gate, then the same sixt
     }
 };
 
-// Packs [n, k] bfloat16 into zeroed panels of `panel_words` words each; k is even.
-inline void pack(const bf16* weight, long n, long k, long panel_words, uint32_t* to) {
-    for (long row = 0; row < n; row++) {
+// A weight [n, k] as a checkpoint has it, in bfloat16, and the numbers [first, first + count) of each row, which are packed.
+struct Source {
+    const bf16* weight;
+    long n, k, first, count;
+    const bf16* row(long index) const { return weight + index * k + first; }
+};
+
+// Packs a weight into zeroed panels of `panel_words` words each; `count` is even.
+inline void pack(const Source& from, long panel_words, uint32_t* to) {
+    for (long row = 0; row < from.n; row++) {
         uint32_t* column = to + row / kPanel * panel_words + row % kPanel;
-        for (long i = 0; i < k / 2; i++) std::memcpy(column + i * kPanel, weight + row * k + 2 * i, 4);
+        for (long i = 0; i < from.count / 2; i++) std::memcpy(column + i * kPanel, from.row(row) + 2 * i, 4);
     }
 }
 
-// Packs [n, k] bfloat16 into panels of integers, with each column scaled to 127; k is a multiple of kGroup.
-inline void pack_int8(const bf16* weight, long n, long k, uint32_t* to, float* scales) {
-    const long words = k / 4;
-    std::vector<float> wide(k);
-    for (long row = 0; row < n; row++) {
+// Packs a weight into panels of integers, with each column scaled to 127; `count` is a multiple of kGroup.
+inline void pack_int8(const Source& from, uint32_t* to, float* scales) {
+    const long words = from.count / 4;
+    std::vector<float> wide(from.k);
+    for (long row = 0; row < from.n; row++) {
         float largest = 0;
-        for (long i = 0; i < k; i++) {
-            const uint32_t bits = uint32_t(weight[row * k + i]) << 16;
+        for (long i = 0; i < from.k; i++) {
+            const uint32_t bits = uint32_t(from.weight[row * from.k + i]) << 16;
             std::memcpy(&wide[i], &bits, 4);
             largest = std::max(largest, std::fabs(wide[i]));
         }
         const float scale = largest > 0 ? largest / 127.0f : 1.0f;
         uint8_t* column = (uint8_t*)(to + row / kPanel * words * kPanel + row % kPanel);
-        for (long i = 0; i < k; i++) column[i / 4 * kPanel * 4 + i % 4] = uint8_t(std::nearbyintf(wide[i] / scale) + 128.0f);
+        for (long i = 0; i < from.count; i++)
+            column[i / 4 * kPanel * 4 + i % 4] = uint8_t(std::nearbyintf(wide[from.first + i] / scale) + 128.0f);
         scales[row] = scale;
     }
 }

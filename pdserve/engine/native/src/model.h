@@ -12,6 +12,7 @@
 #include "abi.h"
 #include "arena.h"
 #include "attention.h"
+#include "gang.h"
 #include "head.h"
 #include "int4.h"
 #include "pool.h"
@@ -45,18 +46,23 @@ void multiply(const Rows& x, long rows, const Weight& w, long panel, long panel_
         multiply_by<Bf16Dot>(x, rows, w, panel, panel_end, out);
 }
 
-// Packs a weight [n, k] bfloat16. See `pdserve_model_weight` for what k must be.
-inline Weight packed(Arena& arena, const bf16* from, long n, long k, int bits, long parts) {
+// Packs a weight, or a rank's numbers of each of its rows. See `pdserve_model_weight` for what their count must be.
+inline Weight packed(Arena& arena, const Source& from, int bits, long parts) {
+    const long n = from.n, k = from.count;
     Weight weight{n, k, bits, parts, bits == 8 ? k / 4 : k / 2};
     weight.panel_words = bits == 4 ? k / kGroup4 * kGroup4Stride : round_up(weight.words, kDepth) * kPanel;
     uint32_t* panels = (uint32_t*)arena.take(weight.count() * weight.panel_words * 4);
     weight.panels = panels;
-    if (bits == 16) pack(from, n, k, weight.panel_words, panels);
-    if (bits == 4) pack_int4(from, n, k, panels);
+    if (bits == 16) pack(from, weight.panel_words, panels);
+    if (bits == 4) pack_int4(from, panels);
     if (bits != 8) return weight;
     float* scales = (float*)arena.take(weight.count() * kPanel * 4);
-    pack_int8(from, n, k, panels, scales);
+    pack_int8(from, panels, scales);
     weight.scales = scales;
+    if (k == from.k) return weight;
+    float* ones = (float*)arena.take(weight.count() * kPanel * 4);
+    std::fill_n(ones, weight.count() * kPanel, 1.0f);
+    weight.scales = ones, weight.late_scales = scales;
     return weight;
 }
 
@@ -85,9 +91,10 @@ struct Layer {
     long attended_width() const { return shape.heads * value_dim(); }
     long out_width() const { return latent() ? shape.heads * shape.latent.v_dim : query_width(); }  // what attention out takes
     long expanded_width() const { return shape.heads * (shape.latent.nope_dim + shape.rope_dim); }  // of queries before they are absorbed
+    long made_kv_heads() const { return shape.stores_kv ? shape.kv_heads : 0; }  // those whose keys and values this rank computes
     long qkv_width() const {
         if (latent()) return (shape.latent.q_rank > 0 ? shape.latent.q_rank : expanded_width()) + shape.head_dim;
-        return query_width() + 2 * shape.kv_heads * shape.head_dim;
+        return query_width() + 2 * made_kv_heads() * shape.head_dim;
     }
 };
 
@@ -191,14 +198,17 @@ class Model {
             Group& group = groups_[of.group];
             layers_[i].expert_gate_up.resize(of.moe.experts), layers_[i].expert_down.resize(of.moe.experts);
             layers_[i].counts.reset(new std::atomic<int64_t>[of.moe.experts]());
-            group.layers++, group.heads = of.heads, group.kv_heads = of.kv_heads, group.head_dim = of.head_dim;
+            group.heads = of.heads, group.kv_heads = of.kv_heads, group.head_dim = of.head_dim;
             group.value_dim = layers_[i].value_dim();
             if (!layers_[i].latent()) continue;
             layers_[i].absorb.resize(of.heads), layers_[i].expand.resize(of.heads);
             group.query_tile = std::clamp<long>(kLatentRows / of.heads, kLeastQueryTile, kQueryTile);
         }
-        for (long i = 0; i < shape.groups; i++)
+        for (long i = 0; i < shape.groups; i++) {
+            groups_[i].layers = shape.group_layers[i];
             if (shape.windows[i] > 0) groups_[i].window = shape.windows[i];
+        }
+        if (shape.gang != nullptr) gang_.reset(new Gang(*shape.gang));
     }
 
     Weight& weight(long layer, int which, long part) {
@@ -210,8 +220,12 @@ class Model {
         return *all[which];
     }
 
-    // Returns the parts of a weight: those whose k is split where a layer is split among ranks have several.
-    long parts(int which) const { return which == 1 || which == 3 || which == 7 ? shape_.parts : 1; }
+    // Returns the parts of a weight: those whose k is split where a layer is split among ranks have several. An expert that a rank
+    // has whole is a sum of the parts of all ranks.
+    long parts(int which, const Source& from) const {
+        if (which != 1 && which != 3 && which != 7) return 1;
+        return from.count == from.k && gang_ != nullptr ? shape_.parts * gang_->ranks() : shape_.parts;
+    }
 
     std::vector<float>& vector(long layer, int which) {
         Layer& at = layers_[which == 2 ? 0 : layer];
@@ -224,11 +238,12 @@ class Model {
         for (long i = 0; i < layers_[layer].shape.moe.experts; i++) to[i] = layers_[layer].counts[i].load(std::memory_order_relaxed);
     }
 
-    void set(int64_t layer, int which, int64_t part, const bf16* from, long n, long k, int bits) {
-        weight(layer, which, part) = packed(arena_, from, n, k, bits, parts(which));
+    void set(int64_t layer, int which, int64_t part, const Source& from, int bits) {
+        weight(layer, which, part) = packed(arena_, from, bits, parts(which, from));
     }
 
     bool forward(const PdStep& step);
+    void follow(int threads, PdGroup* groups);
     void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
   private:
@@ -262,16 +277,28 @@ class Model {
     }
 
     // Tells whether threads share the rows of a step instead of the columns of its products.
-    bool by_rows(long rows) const { return rows >= kRowsEach * threads_ && threads_ > 1; }
+    // The ranks of a gang meet after products, so all rows of a step are there.
+    bool by_rows(long rows) const { return gang_ == nullptr && rows >= kRowsEach * threads_ && threads_ > 1; }
+
+    // Tells whether the ranks of this stage share sums.
+    bool splits() const { return gang_ != nullptr && gang_->ranks() > 1; }
+
+    // Waits for the other ranks of the stage.
+    void meet(int thread) {
+        pool_.share(thread, 1, [&](long) { gang_->meet(); });
+    }
 
     bool sound(const PdStep& step) const;
+    void prepare_step(const PdStep& step, int threads);
+    void run_step();
+    void take_rows(int thread, long rows);
     void plan(const PdStep& step);
     void plan_tasks(const PdStep& step, Group& group);
     void plan_touched(const PdStep& step);
     void fit(const PdStep& step);
     void fit_attention(const PdStep& step);
     void compute(int thread);
-    void embed(long row, long end);
+    void embed(long row, long end, float* to);
     void begin_layer(int thread, long layer, const Batch& batch, const Part& part);
     void begin_latent(int thread, long layer, const Batch& batch, const Part& part);
     void absorb_head(Own& own, const Layer& of, const Part& part, const float* x, long width, long head);
@@ -284,6 +311,11 @@ class Model {
     template <class From>
     void add_branch(int thread, const Part& part, const Weight& w, const From& from, float* x, const std::vector<float>& bias,
                     const std::vector<float>& norm, float eps);
+    template <class From>
+    void add_split(int thread, const Part& part, const Weight& w, const From& from, int place, float* x,
+                   const std::vector<float>& bias, const std::vector<float>& norm, float eps);
+    template <class Order>
+    void add_split_experts(int thread, long layer, const Part& part, Order& order, float* to);
     void add_normed(int thread, const Part& part, float* branch, const std::vector<float>& norm, float eps, float* x);
     void product_gated(int thread, const Part& part, const Layer& layer, const Normed& from, bf16* to, long width);
     void route(int thread, long layer, const Part& part);
@@ -405,6 +437,8 @@ class Model {
     std::vector<float> norm_;
     Weight head_;
     Pool pool_;
+    std::unique_ptr<Gang> gang_;  // null: this process computes the whole model
+    long layers_now_ = 0;         // the layers that this step computes
 
     // State of the current step.
     const PdStep* step_ = nullptr;

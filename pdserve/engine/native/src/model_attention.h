@@ -10,10 +10,10 @@ template <class Kv>
 Paged<Kv> Model::paged(long span, long layer, long head) const {
     const PdLayer& of = layers_[layer].shape;
     const PdGroup& group = step_->groups[of.group];
-    const long size = step_->block_size, dim = of.head_dim, heads = of.kv_heads;
+    const long size = step_->block_size, dim = of.head_dim, heads = of.all_kv_heads;
     const long units = layers_[layer].latent() ? heads : 2 * heads;  // of keys and of values; the rows of latent attention are both
     const long each = size * Kv::bytes(dim), all = groups_[of.group].layers * units;
-    const long key = of.index * units + head, value = key + units - heads;
+    const long key = of.index * units + of.first_kv_head + head, value = key + units - heads;
     const long scale = Kv::kScaled ? long(sizeof(float)) : 0;
     return {group.pool, group.tables + group.span_table[span], size, dim, all * (each + scale),
             key * each, value * each, all * each + key * scale, all * each + value * scale};
@@ -22,7 +22,7 @@ Paged<Kv> Model::paged(long span, long layer, long head) const {
 // Adds the biases of heads [head, end) of qkv, and norms those of queries and keys.
 inline void Model::finish_heads(const Layer& of, const Part& part, long head, long end) {
     if (of.qkv_bias.empty() && of.query_norm.empty()) return;
-    const long dim = of.shape.head_dim, heads = of.shape.heads, normed = std::min(end, heads + of.shape.kv_heads);
+    const long dim = of.shape.head_dim, heads = of.shape.heads, normed = std::min(end, heads + of.made_kv_heads());
     for (long row = part.row; row < part.row + part.rows; row++) {
         float* x = qkv_.data() + row * of.qkv_width();
         if (!of.qkv_bias.empty()) add_to(&of.qkv_bias[head * dim], (end - head) * dim, x + head * dim);
@@ -95,6 +95,7 @@ void Model::put_scaled(Own& own, long layer, const Touched& touched, long head) 
 template <class Kv>
 void Model::put_all_scaled(int thread, long layer) {
     const PdLayer& of = layers_[layer].shape;
+    if (!of.stores_kv) return;
     const long heads = layers_[layer].latent() ? 1 : 2 * of.kv_heads;
     pool_.share(thread, long(touched_.size()) * heads, [&](long i) {
         if constexpr (Kv::kScaled) put_scaled<Kv>(own_[thread], layer, touched_[i / heads], of.heads + i % heads);

@@ -87,6 +87,7 @@ void Model::put_latents(long index, long row, long end) {
         norm_to(x, layer.key_norm.data(), kv_rank, float(layer.shape.head_norm_eps), x);
         turn_head(key, layer.shape.rope + position * 2 * turned, turned, key);
         if constexpr (!Kv::kScaled) {
+            if (!layer.shape.stores_kv) return;
             kv.table = group.tables + group.span_table[span];
             put_head<Kv>(x, dim, kv.row(position, kv.key));
         }

@@ -45,7 +45,7 @@ template <class From, class Order, class Out>
 void Model::product_of_experts(int thread, const Part& part, long slots, const std::vector<Weight>& weights, const From& from,
                                Order& order, const Out& out) {
     Own& own = own_[thread];
-    const Weight& first = weights[0];
+    const Weight& first = *std::find_if(weights.begin(), weights.end(), [](const Weight& one) { return one.n > 0; });
     const long panels = first.count();
     const bool alone = !part.together || part.rows <= kPrivateRows;
     Rows rows = (alone ? own.rows : together_).view(first);
@@ -68,7 +68,7 @@ void Model::product_of_experts(int thread, const Part& part, long slots, const s
         ready();
         for (size_t expert = 0; expert < weights.size(); expert++) {
             const long begin = own.slots.begin[expert], count = own.slots.begin[expert + 1] - begin;
-            if (count > 0) multiply(rows_from(rows, begin), count, weights[expert], panel, end, out(begin));
+            if (count > 0 && weights[expert].n > 0) multiply(rows_from(rows, begin), count, weights[expert], panel, end, out(begin));
         }
     };
     if (!part.together || threads_ == 1) return work(0, panels);
@@ -95,12 +95,67 @@ inline void Model::add_experts(int thread, long index, const Part& part, const N
                            [&](long slot) { return Gate{gated + slot * how.intermediate, how.intermediate}; });
     };
     layer.shape.activation == 0 ? gate(GateMul<silu>{}) : gate(GateMul<gelu_tanh>{});
+    if (splits()) {
+        float* sums = gang_->sums(1, gang_->rank());
+        if (how.shared > 0) product(thread, part, layer.down, Halves{shared}, Store{sums, hidden});
+        float* of_slots = sums + part.rows * hidden;
+        product_of_experts(thread, part, slots, layer.expert_down, Halves{gated}, order,
+                           [&](long slot) { return Store{of_slots + slot * hidden, hidden}; });
+        meet(thread);
+        return add_split_experts(thread, index, part, order, to);
+    }
     if (how.shared > 0 && how.shared_gate)
         product(thread, part, layer.down, Halves{shared}, AddWeighted{to, hidden, nullptr, &shared_weights_[part.row]});
     else if (how.shared > 0)
         product(thread, part, layer.down, Halves{shared}, AddTo{to, hidden});
     product_of_experts(thread, part, slots, layer.expert_down, Halves{gated}, order, [&](long slot) {
         return AddWeighted{to, hidden, own.slots.row.data() + slot, own.slots.weight.data() + slot};
+    });
+}
+
+// Adds what the ranks left at place 1, in the order in which one rank adds it: first the results of the shared expert, then those of
+// all slots. A slot's result is a sum over ranks, or is that of the rank that has the expert.
+template <class Order>
+void Model::add_split_experts(int thread, long index, const Part& part, Order& order, float* to) {
+    const Layer& layer = layers_[index];
+    const PdMoe& how = layer.shape.moe;
+    const Own& own = own_[thread];
+    const long hidden = shape_.hidden, panels = (hidden + kPanel - 1) / kPanel, ranks = gang_->ranks();
+    const bool whole = how.own_experts < how.experts;
+    const auto columns_of = [&](long begin, long end, const Weight* scaled, long offset, const auto& add) {
+        for (long column = begin; column < end; column += kPanel) {
+            F16 both[2];
+            for (int half = 0; half < 2 && column + half * kLanes < end; half++) {
+                const long at = column + half * kLanes;
+                both[half] = gang_->sum(1, offset + at);
+                if (scaled->late_scales != nullptr) both[half] = both[half] * load(scaled->late_scales + at);
+            }
+            add(column, both[0], both[1]);
+        }
+    };
+    const AddTo plain{to, hidden};
+    const AddWeighted gated{to, hidden, nullptr, &shared_weights_[part.row]};
+    pool_.share(thread, std::min<long>(panels, kPieces * threads_), [&](long i) {
+        const long pieces = std::min<long>(panels, kPieces * threads_);
+        const long begin = panels * i / pieces * kPanel, end = std::min(hidden, panels * (i + 1) / pieces * kPanel);
+        order();
+        const AddWeighted weighted{to, hidden, own.slots.row.data(), own.slots.weight.data()};
+        for (long row = 0; row < part.rows && how.shared > 0; row++)
+            columns_of(begin, end, &layer.down, row * hidden, [&](long column, F16 low, F16 high) {
+                how.shared_gate ? gated(row, column, low, high) : plain(row, column, low, high);
+            });
+        for (long expert = 0; expert < how.experts; expert++)
+            for (long slot = own.slots.begin[expert]; slot < own.slots.begin[expert + 1]; slot++) {
+                const long offset = (part.rows + slot) * hidden;
+                if (!whole) {
+                    columns_of(begin, end, &layer.expert_down[expert], offset,
+                               [&](long column, F16 low, F16 high) { weighted(slot, column, low, high); });
+                    continue;
+                }
+                const float* from = gang_->sums(1, int(expert * ranks / how.experts)) + offset;
+                for (long column = begin; column < end; column += kPanel)
+                    weighted(slot, column, load(from + column), column + kLanes < end ? load(from + column + kLanes) : zeros());
+            }
     });
 }
 

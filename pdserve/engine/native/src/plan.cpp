@@ -25,19 +25,61 @@ bool Model::sound(const PdStep& step) const {
     return true;
 }
 
-bool Model::forward(const PdStep& step) {
-    if (!sound(step)) return false;
+// Takes all memory for a step.
+void Model::prepare_step(const PdStep& step, int threads) {
     step_ = &step;
-    threads_ = int(step.threads);
+    threads_ = threads;
     plan(step);
     fit(step);
-    pool_.run(threads_, [this](int thread) { compute(thread); });
-    for (long row = 0; row < step.out_rows; row++) {
+}
+
+bool Model::forward(const PdStep& step) {
+    if (gang_ != nullptr && gang_->lost()) throw GangLost();
+    if (!sound(step)) return false;
+    layers_now_ = step.layers;
+    prepare_step(step, int(step.threads));
+    if (gang_ != nullptr && !gang_->publish(step, shape_.groups, step.layers == shape_.layers)) throw std::bad_alloc();
+    run_step();
+    const auto best_of = [&](long row) {
         Best best;
         for (const Own& own : own_) best.add(own.best[row]);
-        step.best[row] = best.token();
-    }
+        for (int rank = 0; gang_ != nullptr && rank < gang_->ranks(); rank++) best.add(((const Best*)gang_->bests(rank))[row]);
+        return best.token();
+    };
+    for (long row = 0; row < step.out_rows; row++) step.best[row] = best_of(row);
     return true;
+}
+
+// Computes a step that is prepared. What fails here ends the gang: the other ranks are in the same step.
+void Model::run_step() {
+    if (gang_ == nullptr) return pool_.run(threads_, [this](int thread) { compute(thread); });
+    try {
+        pool_.run(threads_, [this](int thread) { compute(thread); });
+        for (long row = 0; gang_->last_stage() && row < step_->out_rows; row++) {
+            Best& best = ((Best*)gang_->bests(gang_->rank()))[row] = {};
+            for (const Own& own : own_) best.add(own.best[row]);
+        }
+        gang_->end_step();
+    } catch (...) {
+        gang_->lose();
+        throw;
+    }
+}
+
+// Computes the steps of rank 0 until the gang is lost, which ends this call by an exception.
+void Model::follow(int threads, PdGroup* groups) {
+    for (;;) {
+        bool all_layers;
+        const PdStep step = gang_->next_step(groups, shape_.groups, all_layers);
+        try {
+            layers_now_ = all_layers ? shape_.layers : 1;
+            prepare_step(step, threads);
+        } catch (...) {
+            gang_->lose();
+            throw;
+        }
+        run_step();
+    }
 }
 
 void Model::plan(const PdStep& step) {
@@ -63,6 +105,7 @@ long decode_heads(const Group& group, long spans, int threads) {
 void Model::plan_tasks(const PdStep& step, Group& group) {
     std::vector<Task>& tasks = group.tasks;
     tasks.clear();
+    if (group.kv_heads == 0) return;  // another stage has all layers of the group
     long parts = 0;
     const bool few = threads_ > 1 && step.spans * group.kv_heads < 4 * threads_;
     const long heads_each = decode_heads(group, step.spans, threads_);
@@ -137,6 +180,7 @@ void Model::fit_attention(const PdStep& step) {
         for (size_t i = 0; i < groups_.size(); i++) {
             const Group& group = groups_[i];
             long rows = 1, heads = 1;  // of the largest tasks
+            if (group.tasks.empty()) continue;
             for (const Task& task : group.tasks)
                 rows = std::max(rows, task.tokens * task.heads * group.sharing()), heads = std::max(heads, task.heads);
             own.attention[i].fit(rows, heads, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
@@ -159,7 +203,7 @@ void Model::fit(const PdStep& step) {
     const long own_rows = by_rows(rows) ? kTileRows : kPrivateRows;
     const long normed = std::max(hidden, most([](const Layer& of) { return of.shape.latent.q_rank; }));
     const long words = std::max(normed / 2, integers() ? widest() / 4 : 0);
-    together_.fit(together * each, words, head_.integers());
+    together_.fit(together * each, words, head_.integers() || integers());
     grow(gated_, together * gated_width);
     const bool branches = post_norms();
     if (branches) grow(branch_, together * hidden);
@@ -168,7 +212,7 @@ void Model::fit(const PdStep& step) {
     for (Own& own : own_) {
         grow(own.spare, widest());
         own.best.assign(step.out_rows, Best{});
-        own.rows.fit(own_rows * each, words, head_.integers());
+        own.rows.fit(own_rows * each, words, head_.integers() || integers());
         if (by_rows(rows)) grow(own.gated, kTileRows * gated_width);
         if (by_rows(rows) && branches) grow(own.branch, kTileRows * hidden);
         if (layers_[0].attention_out.bits == 4) {

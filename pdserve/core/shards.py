@@ -1,0 +1,145 @@
+"""The shares of a model that the ranks of a gang have. All of it is a pure function of the model and of the degrees.
+
+A gang computes one model by several processes. `tensor` ranks share each layer, which is tensor parallelism: a rank has some
+query heads with their KV heads, some numbers of each MLP, and some token ids of embedding and head. `pipeline` stages have some
+layers each. With `experts`, a rank has whole experts of a mixture instead of some numbers of each.
+
+Only products over numbers that ranks share have sums over ranks. They are added as the parts of one rank are
+(`ModelSpec.parts`), so the degrees change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.model_spec import Attention, LayerSpec, MlaSpec, ModelSpec, MoeSpec
+
+MOST_DEGREE: Final = 8
+"""The most ranks of a stage, and the most stages. gang.h has the same numbers."""
+PANEL: Final = 32
+"""Each rank but the last has a multiple of so many token ids. Compiled code computes so many columns of the head at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """The numbers of ranks that share a layer and of stages. `experts`: each rank has whole experts."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    experts: bool = False
+
+    def __str__(self) -> str:
+        """Say the degrees above 1 as operators set them."""
+        set_ones = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+        words = [f"{name} {degree}" for name, degree in set_ones.items() if degree > 1]
+        return ", ".join([*words, *(["enable_expert_parallel"] if self.experts else [])]) or "one rank"
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.tensor * self.pipeline
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise `ConfigError` when a model cannot be shared so. The error names the degrees that work."""
+        works = [tensor for tensor in (1, 2, 4, 8) if shares_evenly(spec, tensor)]
+        if self.tensor not in works:
+            heads = dict.fromkeys((layer.attention.heads, layer.attention.kv_heads) for layer in spec.layers)
+            words = " and ".join(f"{queries} query heads and {kv_heads} KV heads" for queries, kv_heads in heads)
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor} does not divide this model, with {words}, into equal ranks: "
+                f"use {' or '.join(map(str, works))}"
+            )
+        stages = min(len(spec.layers), MOST_DEGREE)
+        if not 1 <= self.pipeline <= stages:
+            raise ConfigError(
+                f"pipeline_parallel_size {self.pipeline} is not possible with {len(spec.layers)} layers: use 1 to {stages}"
+            )
+        mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+        if self.experts and not mixtures:
+            raise ConfigError("enable_expert_parallel is for mixtures of experts, and this model has none")
+        for mlp in mixtures:
+            if self.experts and mlp.experts % self.tensor:
+                raise ConfigError(
+                    f"enable_expert_parallel: {mlp.experts} experts cannot be shared among {self.tensor} ranks in equal parts"
+                )
+
+
+def shares_evenly(spec: ModelSpec, tensor: int) -> bool:
+    """Tell whether so many ranks have equal shares of each layer, with whole KV heads or one KV head for several ranks."""
+    if tensor > spec.parts or spec.parts % tensor:
+        return False
+    kv_heads = {layer.attention.kv_heads for layer in spec.layers}
+    return all(heads % tensor == 0 or tensor % heads == 0 for heads in kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The share of one rank. `number` is the place of the rank in its gang, stage by stage."""
+
+    spec: ModelSpec
+    degrees: Degrees = Degrees()
+    number: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The place of the rank in its stage."""
+        return self.number % self.degrees.tensor
+
+    @property
+    def stage(self) -> int:
+        """The number of its stage."""
+        return self.number // self.degrees.tensor
+
+    @property
+    def parts(self) -> int:
+        """The parts of each sum that this rank computes."""
+        return self.spec.parts // self.degrees.tensor
+
+    @property
+    def layers(self) -> range:
+        """The layers of its stage."""
+        count, stages = len(self.spec.layers), self.degrees.pipeline
+        return range(count * self.stage // stages, count * (self.stage + 1) // stages)
+
+    @property
+    def token_ids(self) -> range:
+        """The rows of embedding and head that it has."""
+        panels, vocab = -(-self.spec.vocab_size // PANEL), self.spec.vocab_size
+        bounds = [min(vocab, panels * rank // self.degrees.tensor * PANEL) for rank in (self.rank, self.rank + 1)]
+        return range(*bounds)
+
+    def part_of(self, width: int) -> range:
+        """Return its numbers of a row of `width` numbers that the ranks of a stage share."""
+        each = width // self.degrees.tensor
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def heads(self, attention: Attention) -> range:
+        """Return its query heads."""
+        return self.part_of(attention.heads)
+
+    def kv_heads(self, attention: Attention) -> range:
+        """Return the KV heads that its query heads read."""
+        if isinstance(attention, MlaSpec) or attention.kv_heads < self.degrees.tensor:
+            first = self.rank * attention.kv_heads // self.degrees.tensor
+            return range(first, first + 1)
+        return self.part_of(attention.kv_heads)
+
+    def shares_kv(self, attention: Attention) -> bool:
+        """Tell whether several ranks read one KV head."""
+        return attention.kv_heads < self.degrees.tensor
+
+    def stores_kv(self, attention: Attention) -> bool:
+        """Tell whether it computes and stores its KV heads: the first of the ranks that read a KV head does."""
+        return not self.shares_kv(attention) or self.rank * attention.kv_heads % self.degrees.tensor == 0
+
+    def experts(self, mlp: MoeSpec) -> range:
+        """Return the experts of which it has weights."""
+        return self.part_of(mlp.experts) if self.degrees.experts else range(mlp.experts)
+
+    def intermediate(self, layer: LayerSpec) -> range:
+        """Return its numbers of the MLP of a layer, or of each of its experts."""
+        mlp = layer.mlp
+        whole = isinstance(mlp, MoeSpec) and self.degrees.experts
+        return range(mlp.intermediate) if whole else self.part_of(mlp.intermediate)

@@ -1,0 +1,235 @@
+"""The part of rank 0 in its gang: it starts the other ranks, waits until they have loaded, and watches them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import EngineConfig
+from pdserve.core.errors import ConfigError, ReplicaLost
+from pdserve.core.kv_layout import ceil_div
+from pdserve.core.shards import RankShare
+from pdserve.engine.gang.memory import SharedMemory, gang_bytes, gang_layout, lose, place_of
+from pdserve.engine.gang.rank import RankOrder
+from pdserve.engine.native import library
+from pdserve.killable_child import environment
+from pdserve.observe.title import shown_name
+
+log = logging.getLogger(__name__)
+
+LOAD_S: Final = 600.0
+"""The longest time that the other ranks may load after rank 0 has loaded. All of them read the same files."""
+STOP_S: Final = 2.0
+"""A rank that has not ended so long after the gang is killed."""
+_LINE_BYTES: Final = 1 << 16
+
+OnLost = Callable[[BaseException], None]
+
+
+class Gang:
+    """The ranks of this worker other than rank 0, from their start to their end.
+
+    One thread starts them, so that the kernel ends them with it, and watches them. When one of them ends, or says that it
+    cannot load, the gang is lost: a step that runs fails, and `on_lost` is called.
+    """
+
+    def __init__(self, on_lost: OnLost) -> None:
+        """`on_lost` is called at most once, in the thread that watches."""
+        self._on_lost = on_lost
+        self._kv: list[SharedMemory] = []
+        self._ranks: list[_Rank] = []
+        self._changed = threading.Condition()
+        self._ready = self._expected = 0
+        self._error: str | None = None
+        self._closing = False
+        self._wake, self._waker = os.pipe()
+        self._thread: threading.Thread | None = None
+        self.place: library.NativeGang | None = None
+        """The place of rank 0."""
+
+    def __str__(self) -> str:
+        """Say which processes the gang has."""
+        return (
+            f"a gang of {self._expected + 1} ranks, the other processes are {', '.join(str(rank.pid) for rank in self._ranks)}"
+        )
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory for a KV group that the other ranks will map."""
+        self._kv.append(SharedMemory(nbytes))
+        return self._kv[-1].bytes
+
+    def start(self, directory: Path, card: ModelCard, config: EngineConfig, max_model_len: int, kv_bytes: int) -> None:
+        """Start the other ranks, which load their shares while rank 0 loads its own. Raises `ConfigError`."""
+        # A step has one token of each decode, and prompts within the budget, but at least a block of them.
+        rows = config.batched_tokens("cpu") + config.max_num_seqs + config.block_size
+        layout = gang_layout(
+            card.spec, config.degrees, rows=rows, table_blocks=ceil_div(max_model_len, config.block_size) + 1,
+            groups=len(self._kv), timeout_s=config.step_timeout_s,
+        )  # fmt: skip
+        self._meeting = SharedMemory(gang_bytes(layout))
+        self.place = place_of(layout, RankShare(card.spec, config.degrees), self._meeting)
+        order = RankOrder(
+            directory, card, config, 0, max_model_len, kv_bytes, tuple(kv.descriptor for kv in self._kv),
+            self._meeting.descriptor, bytes(layout), shown_name(),
+        )  # fmt: skip
+        orders = [
+            replace(order, number=number, title=f"{order.title} rank {number}") for number in range(1, config.degrees.ranks)
+        ]
+        self._expected = len(orders)
+        self._thread = threading.Thread(target=self._watch, args=(orders,), name="gang", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float = LOAD_S) -> None:
+        """Wait until all ranks have loaded. Raises `ConfigError` when one of them cannot, or not within `timeout_s`."""
+        ends_s = time.monotonic() + timeout_s
+        with self._changed:
+            while self._error is None and self._ready < self._expected:
+                if not self._changed.wait(max(0.0, ends_s - time.monotonic())):
+                    raise ConfigError(f"the ranks of this worker have not loaded within {timeout_s:.0f} s")
+            if self._error is not None:
+                raise ConfigError(self._error)
+
+    def close(self) -> None:
+        """End the other ranks. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        if self.place is not None:
+            lose(self.place)
+        if self._thread is not None:
+            os.write(self._waker, b"x")
+            self._thread.join(STOP_S * (self._expected + 1))
+        os.close(self._wake)
+        os.close(self._waker)
+
+    # Thread of the gang.
+
+    def _watch(self, orders: list[RankOrder]) -> None:
+        error = None
+        try:
+            self._start_all(orders)
+            error = self._first_loss()
+        except Exception as exc:  # a thread's last act is to report its death
+            log.exception("the ranks of this worker cannot be watched")
+            error = str(exc)
+        with self._changed:
+            lost = not self._closing
+            self._error = error or "the ranks of this worker were ended"
+            was_ready = self._ready == self._expected
+            self._changed.notify_all()
+        assert self.place is not None
+        if lost:  # before a step fails, after which the process may end at once
+            log.error("the gang is lost: %s", self._error)
+        lose(self.place)
+        if lost and was_ready:
+            self._on_lost(ReplicaLost(self._error))
+        for rank in self._ranks:
+            rank.end()
+
+    def _start_all(self, orders: list[RankOrder]) -> None:
+        memory = (*self._kv, self._meeting)
+        try:
+            for order in orders:
+                self._ranks.append(_Rank(order, tuple(one.descriptor for one in memory)))
+        finally:
+            for one in memory:
+                one.close_descriptor()
+        for rank, order in zip(self._ranks, orders, strict=True):
+            rank.give(order)
+
+    def _first_loss(self) -> str | None:
+        """Wait until a rank ends or cannot load, and say so in words. None: the gang is closed."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        by_descriptor = {}
+        for rank in self._ranks:
+            for descriptor in (rank.pidfd, rank.output):
+                poll.register(descriptor, select.POLLIN)
+                by_descriptor[descriptor] = rank
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake:
+                    return None
+                rank = by_descriptor[descriptor]
+                if not rank.said:  # also when it has ended: it may have said why
+                    poll.unregister(rank.output)
+                    if rank.listen():
+                        with self._changed:
+                            self._ready += 1
+                            self._changed.notify_all()
+                    elif rank.error:
+                        return f"rank {rank.number}: {rank.error}"
+                if descriptor == rank.pidfd:
+                    return f"rank {rank.number} of this worker (process {rank.pid}) ended with status {rank.status()}"
+
+
+class _Rank:
+    """The process of one rank."""
+
+    def __init__(self, order: RankOrder, shared: tuple[int, ...]) -> None:
+        self.number = order.number
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pdserve.engine.gang.rank"],  # -P: not what lies in the working directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=shared,
+            env=environment(),
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._input = self._popen.stdin
+        self.output = self._popen.stdout.fileno()
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.said = False
+        """It has said its one line, or has closed its output."""
+        self.error = ""
+        """The reason why it cannot load, as it says it."""
+
+    def give(self, order: RankOrder) -> None:
+        """Send the order. A process that has ended already is noticed elsewhere."""
+        try:
+            self._input.write(pickle.dumps(order))
+            self._input.flush()
+        except OSError as exc:
+            log.warning("rank %d takes no order: %s", self.number, exc)
+
+    def listen(self) -> bool:
+        """Read the line that the process says when it has loaded, or cannot. Return whether it has loaded."""
+        self.said = True
+        line = os.read(self.output, _LINE_BYTES)
+        message = json.loads(line) if line else {}
+        self.error = message.get("error", "")
+        return "ready" in message
+
+    def status(self) -> int:
+        """Return the exit status of a process that has ended, below zero the number of a signal."""
+        return self._popen.wait()
+
+    def end(self) -> None:
+        """End the process, by force when it takes too long, and release what it held."""
+        self._input.close()
+        try:
+            self._popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        os.close(self.pidfd)
+        assert self._popen.stdout is not None
+        self._popen.stdout.close()

@@ -1,0 +1,125 @@
+"""The process of a rank other than rank 0: `python -m pdserve.engine.gang.rank`, with a `RankOrder` on its standard input.
+
+It loads its share of the model, writes one line to standard output, and computes the steps of rank 0. It ends when the gang
+is lost, and when standard input closes, which the kernel does when rank 0 ends in any way. A rank that is stopped ends as well:
+the kernel kills it when the thread of rank 0 that has started it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
+from pdserve.config import EngineConfig
+from pdserve.core.errors import PdserveError, ReplicaLost
+from pdserve.core.shards import RankShare
+from pdserve.engine.gang.memory import SharedMemory, gang_bytes, place_of
+from pdserve.engine.kv.paged import TORCH_DTYPES
+from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.layers.linear import COMPILED_SCHEMES
+from pdserve.engine.loading.load import stream_weights
+from pdserve.engine.models.native_decoder import NativeDecoder
+from pdserve.engine.native import library
+from pdserve.observe.logs import setup_logging
+from pdserve.observe.title import set_title
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """The order by which rank 0 starts another rank. `number` is the rank's place in the gang.
+
+    kv, meeting: the descriptors of the memory of each KV group, and of the place where ranks meet. layout: `NativeGang` as
+    bytes. kv_bytes: the bytes of all KV groups. title: the name of the worker, for the list of processes.
+    """
+
+    directory: Path
+    card: ModelCard
+    config: EngineConfig
+    number: int
+    max_model_len: int
+    kv_bytes: int
+    kv: tuple[int, ...]
+    meeting: int
+    layout: bytes
+    title: str
+
+
+def main() -> None:
+    """Serve as one rank until the gang ends. It never returns."""
+    order: RankOrder = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that has started this one
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_leader, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the worker drains, and then ends the gang
+    set_title(order.title)
+    setup_logging("info")
+    try:
+        model, memory = load(order)  # the memory must stay mapped
+        _tell({"ready": model.isa})
+        model.follow()
+        del memory
+    except ReplicaLost:
+        os._exit(0)
+    except PdserveError as exc:
+        _tell({"error": exc.message})
+    except MemoryError:
+        _tell({"error": "not enough memory to lay the model's weights out for the compiled code"})
+    os._exit(1)
+
+
+def load(order: RankOrder) -> tuple[NativeDecoder, tuple[KvPool, SharedMemory]]:
+    """Load the share of a rank. Return it with the memory in which it computes. Raises `ConfigError`."""
+    config, card = order.config, order.card
+    device, dtype = torch.device("cpu"), TORCH_DTYPES[resolve_dtype(config.dtype)]
+    torch.set_num_threads(config.threads or 1)
+    share = RankShare(card.spec, config.degrees, order.number)
+    layout = library.NativeGang.from_buffer_copy(order.layout)
+    meeting = SharedMemory(gang_bytes(layout), order.meeting)
+    with torch.inference_mode():
+        weights = stream_weights(order.directory, card, dtype, device, load_format=config.load_format)
+        kv = attached_pool(order, dtype)
+        scheme, place = COMPILED_SCHEMES[config.quantization], place_of(layout, share, meeting)
+        return NativeDecoder(share, weights, kv, order.max_model_len, scheme, place), (kv, meeting)
+
+
+def attached_pool(order: RankOrder, dtype: torch.dtype) -> KvPool:
+    """Return the KV pool of rank 0, as this process has mapped it."""
+    config = order.config
+    descriptors: Iterator[int] = iter(order.kv)
+    spec = order.card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+    limits = (config.max_num_seqs, config.batched_tokens("cpu"))
+    most = [group.most_useful(*limits) for group in spec.groups]
+
+    def attach(nbytes: int, device: torch.device) -> Tensor:
+        return SharedMemory(nbytes, next(descriptors)).bytes
+
+    return KvPool(spec, order.kv_bytes, torch.device("cpu"), dtype, most=most, allocate=attach)
+
+
+def _tell(message: dict[str, str]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def _end_with_leader() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

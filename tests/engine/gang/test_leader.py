@@ -1,0 +1,147 @@
+"""The processes of a gang: what they hold while they live, and what the leader says of those that end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import MIB, EngineConfig
+from pdserve.core.errors import ConfigError, ReplicaLost
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.step_plan import SequenceSlice, StepPlan
+from pdserve.engine.gang.leader import Gang
+from pdserve.engine.runner import ModelRunner
+from testkit.toy_models import write_shared
+from tests.engine.engine_ways import COMPILED
+
+pytestmark = COMPILED
+
+PLAN = StepPlan((SequenceSlice(SeqId(0), 0, tuple(range(20)), ((BlockId(0), BlockId(1)),), ()),))
+CONFIG = EngineConfig(
+    model="shared", dtype="bfloat16", kv_cache_memory=4 * MIB, threads=1, tensor_parallel_size=2, pipeline_parallel_size=2,
+    step_timeout_s=30.0,
+)  # fmt: skip
+ENDS_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shared")
+    write_shared(directory)
+    return directory
+
+
+@pytest.fixture
+def lost() -> queue.Queue[BaseException]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def runner(model: Path, lost: queue.Queue[BaseException]) -> Iterator[ModelRunner]:
+    runner = ModelRunner.load(model, ModelCard.load(model), CONFIG, on_lost=lost.put)
+    yield runner
+    runner.close()
+
+
+def ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "rank" in " ".join(child.cmdline())]
+
+
+def test_a_gang_ends_with_its_runner_and_leaves_nothing(model: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    runner = ModelRunner.load(model, ModelCard.load(model), CONFIG)
+    alone = ModelRunner.load(model, ModelCard.load(model), replace(CONFIG, tensor_parallel_size=1, pipeline_parallel_size=1))
+    processes = ranks()
+    assert len(processes) == 3
+    assert torch.equal(runner.logits(PLAN), alone.logits(PLAN))
+    runner.close()
+    runner.close()
+    assert not any(process.is_running() for process in processes)
+    del runner
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not any(thread.name == "gang" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=str)
+def test_a_rank_that_ends_ends_the_gang(runner: ModelRunner, lost: queue.Queue[BaseException], number: signal.Signals) -> None:
+    processes = ranks()
+    processes[1].send_signal(number)
+    failure = lost.get(timeout=ENDS_S)
+    assert isinstance(failure, ReplicaLost)
+    assert f"rank 2 of this worker (process {processes[1].pid}) ended with status -{int(number)}" in str(failure)
+    with pytest.raises(ReplicaLost):
+        runner.logits(PLAN)
+    psutil.wait_procs(processes, ENDS_S)
+    assert not any(process.is_running() for process in processes)
+    assert lost.empty()
+
+
+def test_signals_of_a_terminal_do_not_end_ranks(runner: ModelRunner, lost: queue.Queue[BaseException]) -> None:
+    """The worker drains, and computes its last requests with them."""
+    for process in ranks():
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+    assert torch.isfinite(runner.logits(PLAN)).all()
+    assert lost.empty()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_costs_a_step_and_the_gang(model: Path, lost: queue.Queue[BaseException]) -> None:
+    hasty = replace(CONFIG, step_timeout_s=0.2)
+    runner = ModelRunner.load(model, ModelCard.load(model), hasty, on_lost=lost.put)
+    runner.logits(PLAN)
+    processes = ranks()
+    processes[0].suspend()
+    with pytest.raises(ReplicaLost):
+        runner.logits(PLAN)
+    assert isinstance(lost.get(timeout=ENDS_S), ReplicaLost)  # another rank ended, since the gang is lost
+    runner.close()
+    psutil.wait_procs(processes, ENDS_S)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_a_rank_that_cannot_load_is_an_error_that_names_it(model: Path, tmp_path: Path) -> None:
+    card = ModelCard.load(model)
+    gang = Gang(lambda _: None)
+    gang.allocate(1 << 16, torch.device("cpu"))
+    gang.start(tmp_path / "nothing", card, replace(CONFIG, pipeline_parallel_size=1), 64, 1 << 16)
+    try:
+        with pytest.raises(ConfigError, match=r"rank 1: .*nothing"):
+            gang.wait_ready(60.0)
+    finally:
+        gang.close()
+    assert not ranks()
+
+
+def test_more_rows_than_a_gang_has_room_for_cost_a_step_alone(runner: ModelRunner) -> None:
+    """No plan of the scheduler has so many."""
+    count = 640
+    table = (tuple(map(BlockId, range(-(-count // 16)))),)
+    with pytest.raises(MemoryError):
+        runner._model.forward(StepPlan((SequenceSlice(SeqId(0), 0, (1,) * count, table, ()),)), [])
+    assert torch.isfinite(runner.logits(PLAN)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "float32"}, "tensor_parallel_size 2, pipeline_parallel_size 2 needs bfloat16 on a CPU"),
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size 8 does not divide"),
+        ({"pipeline_parallel_size": 5}, "pipeline_parallel_size 5 is not possible with 4 layers"),
+        ({"enable_expert_parallel": True}, "this model has none"),
+    ],
+)
+def test_what_no_gang_computes_is_refused_before_a_process_starts(model: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ModelRunner.load(model, ModelCard.load(model), replace(CONFIG, **changes))  # type: ignore[arg-type]
+    assert not ranks()

@@ -1,0 +1,186 @@
+"""Gangs as workers, through real processes and NIXL: handoffs between different degrees, and ranks that die."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from real_service import APART, AUTO, GREEDY, QUICK_BEATS, TOGETHER, OpenStream, tiny
+
+from pdserve.checkpoint.card import ModelCard
+from pdserve.config import EngineConfig
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.engine.runner import ModelRunner
+from testkit.client import generate_all, request
+from testkit.processes import Place, ProcessCluster
+from testkit.toy_models import write_shared
+from tests.engine.engine_ways import COMPILED
+
+pytestmark = [pytest.mark.cluster, COMPILED]
+
+BLOCK, CHUNK, OUTPUT = 16, 64, 12
+LENGTHS = (1, 15, 17, 64, 65, 100, 200)
+ENDS_S = 10.0
+
+
+def shared_engine(directory: Path, **changes: Any) -> EngineConfig:
+    fields = {"model": str(directory), "dtype": "bfloat16", "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
+    fields["oversubscribe"] = True  # there are more ranks than cores
+    return tiny(**(fields | changes))
+
+
+def cluster_of(engine: EngineConfig, prefill: list[dict[str, Any]], decode: list[dict[str, Any]]) -> ProcessCluster:
+    """Return a cluster whose workers differ by these settings of the engine."""
+    workers = {**{f"prefill-{i}": one for i, one in enumerate(prefill)}, **{f"decode-{i}": one for i, one in enumerate(decode)}}
+    places = {name: Place(worker={"engine": replace(engine, **changes)}) for name, changes in workers.items()}
+    return ProcessCluster(engine, prefill=len(prefill), decode=len(decode), places=places, worker=QUICK_BEATS)
+
+
+class Expected:
+    """One process with the whole model, which computes each request alone."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        torch.set_num_threads(1)
+        self._runner = ModelRunner.load(Path(engine.model), ModelCard.load(Path(engine.model)), engine)
+
+    def __call__(self, prompt: list[int], way: dict[str, Any], output: int) -> list[int]:
+        params, tokens = SamplingParams(max_tokens=output, ignore_eos=True, **way), list(prompt)
+        table = (tuple(map(BlockId, range(-(-(len(prompt) + output) // BLOCK)))),)
+        start = 0
+        while len(tokens) < len(prompt) + output:
+            end = min(start + CHUNK, len(tokens))
+            samples = (SampleSpec(params, len(tokens) - len(prompt)),) if end == len(tokens) else ()
+            plan = StepPlan((SequenceSlice(SeqId(1), start, tuple(tokens[start:end]), table, samples),))
+            tokens += [token_id for token_id, _ in self._runner.execute(plan)]
+            start = end
+        return tokens[len(prompt) :]
+
+
+def batch() -> tuple[list[list[int]], list[dict[str, Any]]]:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS for _ in range(2)]
+    return prompts, [{"temperature": 0.0} if i % 3 == 0 else {"temperature": 1.0, "seed": i} for i in range(len(prompts))]
+
+
+def check_tokens(cluster: ProcessCluster, expected: Expected, *placements: Any) -> None:
+    prompts, ways = batch()
+    alone = [expected(prompt, way, OUTPUT) for prompt, way in zip(prompts, ways, strict=True)]
+    for placement in placements:
+        messages = [
+            request(prompt, placement, max_tokens=OUTPUT, ignore_eos=True, **way)
+            for prompt, way in zip(prompts, ways, strict=True)
+        ]
+        answers = generate_all(cluster.grpc, messages, concurrency=8)
+        assert [answer.ids for answer in answers] == alone
+        assert all(answer.report.exact for answer in answers)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = tmp_path_factory.mktemp("dense")
+    write_shared(directory)
+    return shared_engine(directory)
+
+
+@pytest.fixture(scope="module")
+def expected(dense: EngineConfig) -> Expected:
+    return Expected(dense)
+
+
+@pytest.fixture(scope="module")
+def mixed(dense: EngineConfig) -> Iterator[ProcessCluster]:
+    """Two ranks lend to one process and to two stages, and take from one process."""
+    two, stages = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+    with cluster_of(dense, [two, {}], [{}, stages, two]) as cluster:
+        yield cluster
+
+
+def ranks_of(cluster: ProcessCluster, name: str) -> list[psutil.Process]:
+    """Return the processes that a worker has started."""
+    worker = psutil.Process(cluster.processes[name].popen.pid)
+    return [child for child in worker.children() if "rank" in " ".join(child.cmdline())]
+
+
+def test_tokens_are_those_of_one_process_in_pools_of_mixed_degrees(mixed: ProcessCluster, expected: Expected) -> None:
+    check_tokens(mixed, expected, APART, TOGETHER, AUTO)
+
+
+@pytest.mark.parametrize(("name", "number"), [("prefill-0", signal.SIGKILL), ("decode-2", signal.SIGKILL)])
+def test_a_rank_that_dies_ends_its_worker_and_no_request(
+    mixed: ProcessCluster, expected: Expected, name: str, number: signal.Signals
+) -> None:
+    """Requests go on elsewhere with the same tokens, and the gang comes back as one."""
+    prompt = list(range(40))
+    streams = [OpenStream(mixed, request(prompt, APART, max_tokens=400, **GREEDY)) for _ in range(4)]
+    received = [stream.read(8) for stream in streams]
+    (rank,) = ranks_of(mixed, name)
+    rank.send_signal(number)
+    assert mixed.processes[name].popen.wait(ENDS_S) == 1
+    assert "rank 1 of this worker" in mixed.processes[name].log()
+    mixed.heal()
+    alone = expected(prompt, {"temperature": 0.0}, 400)
+    for stream, ids in zip(streams, received, strict=True):
+        with stream:
+            assert ids + stream.read(400 - len(ids)) == alone
+    mixed.assert_empty()
+    check_tokens(mixed, expected, APART)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_takes_its_ranks_along(mixed: ProcessCluster) -> None:
+    """So does one whose rank is stopped, which cannot notice that standard input closes."""
+    for stopped in (False, True):
+        (rank,) = ranks_of(mixed, "decode-2")
+        if stopped:
+            rank.suspend()
+        mixed.processes["decode-2"].kill()
+        rank.wait(ENDS_S)
+        mixed.heal()
+    mixed.assert_empty()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_given_up(dense: EngineConfig, expected: Expected) -> None:
+    """The step that waits for it fails after `step_timeout_s`, and the worker with it."""
+    hasty = {"tensor_parallel_size": 2, "step_timeout_s": 1.0}
+    with cluster_of(dense, [{}], [hasty, {}]) as cluster:
+        (rank,) = ranks_of(cluster, "decode-0")
+        rank.suspend()
+        check_tokens(cluster, expected, APART)
+        end_s = time.monotonic() + ENDS_S * 3
+        while cluster.processes["decode-0"].alive and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert not cluster.processes["decode-0"].alive
+        rank.wait(ENDS_S)
+        cluster.heal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_of_ranks_and_kv_of_other_dtypes(tmp_path: Path, quantization: Any) -> None:
+    """KV is converted between pools of different degrees as it is between pools of one."""
+    write_shared(tmp_path, experts=8)
+    engine = shared_engine(tmp_path, quantization=quantization)
+    whole = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with cluster_of(engine, [whole], [{"tensor_parallel_size": 4}, {**whole, "pipeline_parallel_size": 2}]) as cluster:
+        check_tokens(cluster, Expected(engine), APART, TOGETHER)
+    with cluster_of(engine, [{**whole, "kv_cache_dtype": "fp32"}], [{}]) as cluster:
+        check_tokens(cluster, Expected(engine), APART)
+
+
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(dense: EngineConfig) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"tensor_parallel_size 8 does not divide this model.*use 1 or 2 or 4"),
+        cluster_of(dense, [{"tensor_parallel_size": 8}], [{}]),
+    ):
+        pass
