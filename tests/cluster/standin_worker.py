@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.checkpoint.progress import Progress
@@ -55,6 +56,9 @@ class Worker:
     @property
     def role(self) -> str:
         return self._roles[0]
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        threading.Thread(target=lambda: self._ended.wait() and call(), daemon=True).start()
 
     def wait(self, timeout_s: float | None) -> int | None:
         return 0 if self._ended.wait(timeout_s) else None
