@@ -174,6 +174,9 @@ class Cluster:
         self.endpoints = router.wait_ready(self._stop)
         self._listener(PartReady(EventPart.ROUTER, router.process.start_s))
         self._start_workers(pool, self.endpoints, router.process.settings)
+        assert self._actuator is not None
+        if pool.answers:
+            self._actuator.tick(time.monotonic())  # from now on the router takes orders: an operator is told that all is ready
         self._started = True
         return self.endpoints
 
