@@ -127,3 +127,10 @@ def setup_logging(level: str = "info", *, file: Path | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [WrittenByThread(STDERR, file)]
     root.setLevel(level.upper())
+
+
+def flush_logs() -> None:
+    """Wait until the lines so far are written, before a process ends at once. `logging.shutdown` does not know our handler any
+    more once a library has configured logging."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

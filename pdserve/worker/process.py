@@ -32,7 +32,7 @@ from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import WorkerConfig, load
 from pdserve.core.errors import ConfigError, InternalBug, ReplicaLost
 from pdserve.core.ids import Incarnation, WorkerId
-from pdserve.observe.logs import setup_logging
+from pdserve.observe.logs import flush_logs, setup_logging
 from pdserve.observe.title import set_title
 from pdserve.rpc import codec
 from pdserve.rpc.channel import server_options
@@ -387,7 +387,7 @@ def run(start: Callable[[WorkerConfig], RunningWorker], role: str) -> None:
             status = 2
         sys.stdout.flush()
         sys.stderr.flush()
-        logging.shutdown()
+        flush_logs()
         # If rdma-core is installed, a process that created a UCX backend crashes in its exit handlers. All clean-up that
         # is needed has been done here.
         os._exit(status)

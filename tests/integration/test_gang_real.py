@@ -126,6 +126,7 @@ def test_a_rank_that_dies_ends_its_worker_and_no_request(
     (rank,) = ranks_of(mixed, name)
     rank.send_signal(number)
     assert mixed.processes[name].popen.wait(ENDS_S) == 1
+    assert "rank 1 of this worker" in mixed.processes[name].log()
     mixed.heal()
     alone = expected(prompt, {"temperature": 0.0}, 400)
     for stream, ids in zip(streams, received, strict=True):
