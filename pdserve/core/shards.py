@@ -5,7 +5,8 @@ query heads with their KV heads, some numbers of each MLP, and some token ids of
 layers each. With `experts`, a rank has whole experts of a mixture instead of some numbers of each.
 
 Only products over numbers that ranks share have sums over ranks. They are added as the parts of one rank are
-(`ModelSpec.parts`), so the degrees change no bit.
+(`ModelSpec.parts`), so the degrees change no bit. Where ranks do not divide the parts, as three ranks never do, they share no
+sums: each gathers the whole rows and computes some columns of these products, too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.model_spec import Attention, LayerSpec, MlaSpec, ModelSpec, MoeSpec
+from pdserve.core.model_spec import Attention, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
 MOST_DEGREE: Final = 8
 """The most ranks of a stage, and the most stages. gang.h has the same numbers."""
 PANEL: Final = 32
-"""Each rank but the last has a multiple of so many token ids. Compiled code computes so many columns of the head at a time."""
+"""Each rank but the last has a multiple of so many columns of a product, such as the token ids of the head. Compiled code
+computes so many of them at a time."""
+LANES: Final = 16
+"""The numbers of a gated MLP that compiled code computes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Degrees:
 
     def check(self, spec: ModelSpec) -> None:
         """Raise `ConfigError` when a model cannot be shared so. The error names the degrees that work."""
-        works = [tensor for tensor in (1, 2, 4, 8) if shares_evenly(spec, tensor)]
+        works = [tensor for tensor in range(1, MOST_DEGREE + 1) if shares_evenly(spec, tensor)]
         if self.tensor not in works:
             heads = dict.fromkeys((layer.attention.heads, layer.attention.kv_heads) for layer in spec.layers)
             words = " and ".join(f"{queries} query heads and {kv_heads} KV heads" for queries, kv_heads in heads)
@@ -68,10 +72,19 @@ class Degrees:
 
 def shares_evenly(spec: ModelSpec, tensor: int) -> bool:
     """Tell whether so many ranks have equal shares of each layer, with whole KV heads or one KV head for several ranks."""
-    if tensor > spec.parts or spec.parts % tensor:
+    if spec.parts % tensor and not gathers_evenly(spec, tensor):
         return False
     kv_heads = {layer.attention.kv_heads for layer in spec.layers}
     return all(heads % tensor == 0 or tensor % heads == 0 for heads in kv_heads)
+
+
+def gathers_evenly(spec: ModelSpec, tensor: int) -> bool:
+    """Tell whether so many ranks that share no sums have equal shares of query heads and of each MLP, which is no mixture."""
+    dense = all(isinstance(layer.mlp, DenseSpec) for layer in spec.layers)
+    divided = all(
+        layer.attention.heads % tensor == 0 and layer.mlp.intermediate % (tensor * LANES) == 0 for layer in spec.layers
+    )
+    return dense and divided and spec.hidden_size >= tensor * PANEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,17 @@ class RankShare:
     @property
     def parts(self) -> int:
         """The parts of each sum that this rank computes."""
-        return self.spec.parts // self.degrees.tensor
+        return self.spec.parts if self.gathers else self.spec.parts // self.degrees.tensor
+
+    @property
+    def gathers(self) -> bool:
+        """True where the ranks of a stage share no sums: each gathers whole rows and computes its columns of every product."""
+        return self.spec.parts % self.degrees.tensor != 0
+
+    @property
+    def columns(self) -> range:
+        """Its columns of the products that give whole rows. They are all of them where ranks share sums."""
+        return self._panels(self.spec.hidden_size) if self.gathers else range(self.spec.hidden_size)
 
     @property
     def layers(self) -> range:
@@ -106,8 +129,12 @@ class RankShare:
     @property
     def token_ids(self) -> range:
         """The rows of embedding and head that it has."""
-        panels, vocab = -(-self.spec.vocab_size // PANEL), self.spec.vocab_size
-        bounds = [min(vocab, panels * rank // self.degrees.tensor * PANEL) for rank in (self.rank, self.rank + 1)]
+        return self._panels(self.spec.vocab_size)
+
+    def _panels(self, width: int) -> range:
+        """Return its columns of a product of `width` columns."""
+        panels = -(-width // PANEL)
+        bounds = [min(width, panels * rank // self.degrees.tensor * PANEL) for rank in (self.rank, self.rank + 1)]
         return range(*bounds)
 
     def part_of(self, width: int) -> range:

@@ -32,7 +32,7 @@ def test_each_kv_head_of_each_layer_is_stored_once_and_read_by_its_queries(kv_he
         assert kv_heads == 3
         assert tensor > 1
         with pytest.raises(
-            ConfigError, match=f"tensor_parallel_size {tensor} does not divide.*24 query heads and 3 KV heads.*use 1"
+            ConfigError, match=f"tensor_parallel_size {tensor} does not divide.*24 query heads and 3 KV heads.*use 1 or 3 or 6$"
         ):
             degrees.check(spec)
         return
@@ -68,6 +68,18 @@ def test_the_shares_of_all_ranks_are_the_model(degrees: Degrees) -> None:
     assert {share.parts * degrees.tensor for share in shares} == {spec.parts}
 
 
+@pytest.mark.parametrize(("tensor", "heads", "kv_heads"), [(3, 9, 3), (5, 15, 5), (6, 12, 3)])
+def test_ranks_that_share_no_sums_have_columns_of_every_product(tensor: int, heads: int, kv_heads: int) -> None:
+    spec = spec_of(heads, kv_heads, DenseSpec(16 * tensor * 5))
+    degrees = Degrees(tensor)
+    degrees.check(spec)
+    shares = ranks_of(spec, degrees)
+    assert all(share.gathers and share.parts == spec.parts for share in shares)
+    assert [column for share in shares for column in share.columns] == list(range(spec.hidden_size))
+    assert all(len(share.columns) > 0 and share.columns.start % PANEL == 0 for share in shares)
+    assert {len(share.intermediate(spec.layers[0])) for share in shares} == {16 * 5}
+
+
 def test_ranks_have_whole_experts_or_a_part_of_each() -> None:
     mlp = MoeSpec(16, 2, 512, shared=512)
     spec = spec_of(8, 4, mlp)
@@ -90,7 +102,8 @@ def test_latent_attention_has_one_plane_that_one_rank_stores() -> None:
 @pytest.mark.parametrize(
     ("degrees", "spec", "words"),
     [
-        (Degrees(3), spec_of(9, 3), "tensor_parallel_size 3 does not divide.*9 query heads and 3 KV heads.*use 1$"),
+        (Degrees(2), spec_of(9, 3), "tensor_parallel_size 2 does not divide.*9 query heads and 3 KV heads.*use 1 or 3$"),
+        (Degrees(3), spec_of(9, 3, MoeSpec(8, 2, 192)), "tensor_parallel_size 3 does not divide.*use 1$"),
         (Degrees(16), spec_of(32, 8), "tensor_parallel_size 16 .* use 1 or 2 or 4 or 8$"),
         (Degrees(0), spec_of(8, 8), "tensor_parallel_size 0"),
         (Degrees(1, 6), spec_of(8, 8), "pipeline_parallel_size 6 is not possible with 5 layers: use 1 to 5"),

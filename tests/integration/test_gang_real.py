@@ -16,7 +16,8 @@ import torch
 from real_service import APART, AUTO, GREEDY, QUICK_BEATS, TOGETHER, OpenStream, tiny
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.config import EngineConfig
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
@@ -176,6 +177,15 @@ def test_experts_of_ranks_and_kv_of_other_dtypes(tmp_path: Path, quantization: A
         check_tokens(cluster, Expected(engine), APART, TOGETHER)
     with cluster_of(engine, [{**whole, "kv_cache_dtype": "fp32"}], [{}]) as cluster:
         check_tokens(cluster, Expected(engine), APART)
+
+
+@pytest.mark.slow
+def test_three_ranks_of_the_default_model_share_no_sums() -> None:
+    """SmolLM2 has nine query heads and three KV heads."""
+    engine = shared_engine(resolve("default"), max_model_len=512, kv_cache_memory=64 * MIB)
+    three = {"tensor_parallel_size": 3}
+    with cluster_of(engine, [three, {}], [{}, three]) as cluster:
+        check_tokens(cluster, Expected(engine), APART, TOGETHER)
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(dense: EngineConfig) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pdserve.observe.logs import flush_logs
+
 if TYPE_CHECKING:  # a worker loads torch, and the keeper that imports this file does not
     from pdserve.worker.process import RunningWorker
 
@@ -32,7 +34,7 @@ def end_process() -> None:
 
     The transport of an unhealthy worker may still write to the worker's memory, and unloading the transport can hang.
     """
-    logging.shutdown()
+    flush_logs()
     os._exit(1)
 
 

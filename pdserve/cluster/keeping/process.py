@@ -31,7 +31,7 @@ from pdserve.cluster.plan import on_this_node
 from pdserve.cluster.record import ClusterRecord, ProcessId
 from pdserve.core.worker import niced
 from pdserve.observe.log_files import log_file, open_log
-from pdserve.observe.logs import setup_logging
+from pdserve.observe.logs import flush_logs, setup_logging
 from pdserve.observe.title import set_title
 from pdserve.worker.start_report import LoadProgress, LoadState
 
@@ -220,7 +220,7 @@ def main() -> None:
     with said:
         print(json.dumps({"pid": os.getpid(), "control": process.control.address}), file=said)
     status = process.run()
-    logging.shutdown()
+    flush_logs()
     # If rdma-core is installed, a process that created a UCX backend crashes in its exit handlers.
     os._exit(status)
 

@@ -53,9 +53,11 @@ def gang_layout(
     slots = max((layer.mlp.experts_per_token for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=0)
     # Of 4 bytes, with room for rounding. Each sequence has a row at least.
     words = 64 + 4 * rows + groups * (2 * rows + rows * table_blocks + 4)
+    widths = (max(layer.attention.out_width, layer.mlp.intermediate) for layer in spec.layers)
+    gathered = max(widths) if RankShare(spec, degrees).gathers else 0
     return library.NativeGang(
-        0, degrees.tensor, 0, degrees.pipeline, rows, rows * (1 + slots), spec.hidden_size, spec.vocab_size, 4 * words,
-        int(1000 * timeout_s), None,
+        0, degrees.tensor, 0, degrees.pipeline, rows, rows * (1 + slots), spec.hidden_size, spec.vocab_size, gathered,
+        4 * words, int(1000 * timeout_s), None,
     )  # fmt: skip
 
 

@@ -229,7 +229,7 @@ class NativeDecoder:
             spec.hidden_size, spec.vocab_size, count, len(kv.caches), layers, windows.buffer_info()[0],
             group_layers.buffer_info()[0], ids.start, len(ids), None if gang is None else ctypes.pointer(gang), spec.norm.eps,
             float(torch.tensor(spec.embedding_scale).bfloat16()), spec.softcap or 0.0,
-            share.parts,
+            share.parts, share.columns.start, len(share.columns),
         )  # fmt: skip
         self._model = loaded.pdserve_model_new(ctypes.byref(shape), self._embedding.data_ptr())
         if self._model is None:
@@ -357,7 +357,7 @@ class NativeDecoder:
         bias = None if own.qkv_bias is None else self._own_rows(spec, own.qkv_bias)
         self._take_vectors(layer, 0.0, {_QKV_BIAS: bias, _OUT_BIAS: own.out_bias})
         self._take(layer, _QKV, self._own_rows(spec, own.qkv))
-        self._take(layer, _ATTENTION_OUT, own.out, numbers=self._share.part_of(spec.out_width))
+        self._take_shared(layer, _ATTENTION_OUT, own.out, self._share.part_of(spec.out_width))
 
     def _own_rows(self, spec: AttentionSpec, qkv: Tensor) -> Tensor:
         """Return the rows of queries, keys and values that this rank computes."""
@@ -381,7 +381,7 @@ class NativeDecoder:
             self._take(layer, ABSORB, keys[head].t(), place)
         for place, head in enumerate(heads):
             self._take(layer, EXPAND, values[head], place)
-        self._take(layer, _ATTENTION_OUT, own.out, numbers=self._share.part_of(spec.out_width))
+        self._take_shared(layer, _ATTENTION_OUT, own.out, self._share.part_of(spec.out_width))
 
     def _take_mlp(self, layer: int, which: int, mlp: DenseWeights, numbers: range, expert: int = 0) -> None:
         """Copy these numbers of a gated MLP. which: the number of its gate and up; the next number is that of down."""
@@ -390,7 +390,7 @@ class NativeDecoder:
         both = mlp.gate_up.view(2, -1, hidden)[:, numbers.start : numbers.stop]
         gate_up = both.reshape(2, -1, LANES, hidden).transpose(0, 1).reshape(-1, hidden)
         self._take(layer, which, gate_up, expert)
-        self._take(layer, which + 1, mlp.down, expert, numbers=numbers)
+        self._take_shared(layer, which + 1, mlp.down, numbers, expert)
 
     def _take_experts(self, layer: int, spec: LayerSpec, moe: MoeWeights) -> None:
         assert isinstance(spec.mlp, MoeSpec)
@@ -403,6 +403,14 @@ class NativeDecoder:
         for expert in self._share.experts(spec.mlp):
             weights = DenseWeights(moe.gate_up[expert], moe.down[expert])
             self._take_mlp(layer, _EXPERT_GATE_UP, weights, self._share.intermediate(spec), expert)
+
+    def _take_shared(self, layer: int, which: int, weight: Tensor, numbers: range, part: int = 0) -> None:
+        """Copy these numbers of each row of a weight, or this rank's rows where ranks share no sums."""
+        if self._share.gathers:
+            columns = self._share.columns
+            self._take(layer, which, weight[columns.start : columns.stop], part)
+        else:
+            self._take(layer, which, weight, part, numbers=numbers)
 
     def _take(self, layer: int, which: int, weight: Tensor, part: int = 0, *, numbers: range | None = None) -> None:
         """Copy a weight, or these numbers of each of its rows."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 15  # PDSERVE_ABI of abi.h
+ABI: Final = 16  # PDSERVE_ABI of abi.h
 
 
 class InstructionSet(NamedTuple):
@@ -94,7 +94,7 @@ class NativeGang(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("rank", "ranks", "stage", "stages", "rows", "sum_rows", "hidden", "vocab")),
-        *((name, c_int64) for name in ("step_bytes", "timeout_ms")),
+        *((name, c_int64) for name in ("gathered", "step_bytes", "timeout_ms")),
         ("memory", c_void_p),
     ]  # fmt: skip
 
@@ -108,7 +108,7 @@ class NativeShape(Structure):
         *((name, c_int64) for name in ("first_token_id", "own_vocab")),
         ("gang", POINTER(NativeGang)),
         *((name, c_double) for name in ("rms_norm_eps", "embedding_scale", "softcap")),
-        ("parts", c_int64),
+        *((name, c_int64) for name in ("parts", "first_column", "own_columns")),
     ]  # fmt: skip
 
 

@@ -42,6 +42,18 @@ SHARED: Final[dict[str, ModelSpec]] = {
         *[latent(8, 64, 48, 32, 64)] * 2, mlp=MoeSpec(16, 5, 512, score="sigmoid", correction_bias=True, shared=512)
     ),
 }  # fmt: skip
+BY_COLUMNS: Final[dict[str, ModelSpec]] = {
+    "nine_heads": model(*[heads(9, 3, 64, bias=True, out_bias=True)] * 3, mlp=DenseSpec(576), hidden_size=320),
+    "windows": model(
+        heads(6, 6, 64, window=70, **GEMMA), heads(6, 3, 64, **GEMMA), mlp=DenseSpec(192, "gelu_tanh"),
+        layer={"norms": NormSpec(1e-6, 1.0), "post_norms": True},
+        hidden_size=256,
+    ),
+    "twelve_latent": model(*[latent(12, 64, 48, 32, 64, q_rank=128)] * 2, mlp=DenseSpec(384), hidden_size=192),
+}  # fmt: skip
+"""Models whose sums three or six ranks cannot share."""
+HALF_A_PANEL: Final = {"half_a_panel": model(*[heads(9, 3, 64)] * 2, mlp=DenseSpec(144), hidden_size=208)}
+"""Its widths are no whole groups of numbers, which weights of fewer bits need."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from gang_models import SHARED, bf16_weights, gang_of_threads
+from gang_models import BY_COLUMNS, HALF_A_PANEL, SHARED, bf16_weights, gang_of_threads
 
 from pdserve.config import MIB
 from pdserve.core.ids import BlockId, SeqId
@@ -22,6 +22,7 @@ from tests.engine.native.feature_models import weights_of
 
 SIZE = 16
 LENGTHS = (1, 17, 90, 330)
+MODELS = SHARED | BY_COLUMNS | HALF_A_PANEL
 ALL = [Degrees(2), Degrees(4), Degrees(8), Degrees(1, 2), Degrees(2, 2)]
 
 
@@ -64,7 +65,7 @@ def computed(model: NativeDecoder, kv: KvPool) -> list[torch.Tensor]:
 
 @cache
 def of_one_process(name: str, dtype: str, quantization: str | None) -> list[torch.Tensor]:
-    spec, kv = SHARED[name], pool(SHARED[name], dtype)
+    spec, kv = MODELS[name], pool(MODELS[name], dtype)
     results = computed(NativeDecoder(RankShare(spec), weights(name), kv, 2048, COMPILED_SCHEMES[quantization]), kv)
     assert all(torch.isfinite(one.float()).all() for one in results[:3])
     return results
@@ -72,12 +73,12 @@ def of_one_process(name: str, dtype: str, quantization: str | None) -> list[torc
 
 @cache
 def weights(name: str) -> ModelWeights:
-    return bf16_weights(weights_of(SHARED[name]))
+    return bf16_weights(weights_of(MODELS[name]))
 
 
 def check(name: str, degrees: Degrees, dtype: str = "bfloat16", quantization: str | None = None) -> None:
-    kv = pool(SHARED[name], dtype)
-    with gang_of_threads(SHARED[name], weights(name), degrees, kv, quantization=quantization) as gang:
+    kv = pool(MODELS[name], dtype)
+    with gang_of_threads(MODELS[name], weights(name), degrees, kv, quantization=quantization) as gang:
         assert all(map(torch.equal, of_one_process(name, dtype, quantization), computed(gang, kv)))
 
 
@@ -91,6 +92,18 @@ def test_the_bits_of_one_process(name, degrees):
 @pytest.mark.parametrize("degrees", [Degrees(2, 1, True), Degrees(8, 1, True), Degrees(2, 2, True)], ids=str)
 def test_whole_experts_of_ranks(name, degrees):
     check(name, degrees)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [*product(BY_COLUMNS, [None, "int8", "int4"]), ("half_a_panel", None)])
+@pytest.mark.parametrize("degrees", [Degrees(3), Degrees(3, 2)], ids=str)
+def test_three_ranks_share_no_sums(name, degrees, quantization):
+    check(name, degrees, quantization=quantization)
+
+
+@pytest.mark.parametrize("name", ["windows", "twelve_latent"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_six_ranks_read_three_kv_heads(name, dtype):
+    check(name, Degrees(6), dtype)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -123,6 +123,7 @@ MODELS |= {**LATENTS, **MIXTURES}
 def weights_of(spec: ModelSpec) -> ModelWeights:
     """Return random weights in bfloat16's numbers. They keep activations near 1, and spread scores enough to matter."""
     generator = torch.Generator().manual_seed(5)
+    hidden = spec.hidden_size
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=generator) * scale).bfloat16().float()
@@ -134,11 +135,11 @@ def weights_of(spec: ModelSpec) -> ModelWeights:
         return (0.5 + torch.rand(size, generator=generator) - offset).bfloat16().float()
 
     def dense(width: int) -> DenseWeights:
-        return DenseWeights(matrix(2 * width, HIDDEN), matrix(HIDDEN, width))
+        return DenseWeights(matrix(2 * width, hidden), matrix(hidden, width))
 
     def mixture(one: MoeSpec) -> MoeWeights:
         router, parts = (
-            matrix(one.experts, HIDDEN, 3.0 if one.score == "softmax" else 1.0),
+            matrix(one.experts, hidden, 3.0 if one.score == "softmax" else 1.0),
             [dense(one.intermediate) for _ in range(one.experts)],
         )
         if spec is MODELS["ties"]:
@@ -149,42 +150,42 @@ def weights_of(spec: ModelSpec) -> ModelWeights:
             down=torch.stack([part.down for part in parts]),
             router_bias=random(one.experts, scale=0.2) if one.correction_bias else None,
             shared=dense(one.shared) if one.shared else None,
-            shared_gate=matrix(1, HIDDEN) if one.shared_gate else None,
+            shared_gate=matrix(1, hidden) if one.shared_gate else None,
         )
 
     def grouped(spec: AttentionSpec) -> GqaWeights:
         width, of_heads = spec.query_width + spec.kv_width, spec.qk_norm
         return GqaWeights(
-            qkv=matrix(width, HIDDEN, 1.5),
-            out=matrix(HIDDEN, spec.out_width),
+            qkv=matrix(width, hidden, 1.5),
+            out=matrix(hidden, spec.out_width),
             qkv_bias=random(width) if spec.bias else None,
-            out_bias=random(HIDDEN) if spec.out_bias else None,
+            out_bias=random(hidden) if spec.out_bias else None,
             q_norm=None if of_heads is None else 1.5 * norm(spec.qk_dim, of_heads.offset),
             k_norm=None if of_heads is None else 1.5 * norm(spec.qk_dim, of_heads.offset),
         )
 
     def shared_vectors(spec: MlaSpec) -> MlaWeights:
         return MlaWeights(
-            q=matrix(spec.query_width, spec.q_rank or HIDDEN),
-            kv_a=matrix(spec.kv_rank + spec.rope_dim, HIDDEN),
+            q=matrix(spec.query_width, spec.q_rank or hidden),
+            kv_a=matrix(spec.kv_rank + spec.rope_dim, hidden),
             kv_a_norm=norm(spec.kv_rank, spec.norm.offset),
             kv_b=matrix(spec.heads * (spec.nope_dim + spec.v_dim), spec.kv_rank, 1.5),
-            out=matrix(HIDDEN, spec.out_width),
-            q_a=None if spec.q_rank is None else matrix(spec.q_rank, HIDDEN),
+            out=matrix(hidden, spec.out_width),
+            q_a=None if spec.q_rank is None else matrix(spec.q_rank, hidden),
             q_a_norm=None if spec.q_rank is None else norm(spec.q_rank, spec.norm.offset),
         )
 
     def layer(one: LayerSpec) -> LayerWeights:
         attention, offset = one.attention, one.norms.offset
         return LayerWeights(
-            attention_norm=norm(HIDDEN, offset),
+            attention_norm=norm(hidden, offset),
             attention=shared_vectors(attention) if isinstance(attention, MlaSpec) else grouped(attention),
-            mlp_norm=norm(HIDDEN, offset),
+            mlp_norm=norm(hidden, offset),
             mlp=dense(one.mlp.intermediate) if isinstance(one.mlp, DenseSpec) else mixture(one.mlp),
-            post_attention_norm=norm(HIDDEN, offset) if one.post_norms else None,
-            post_mlp_norm=norm(HIDDEN, offset) if one.post_norms else None,
+            post_attention_norm=norm(hidden, offset) if one.post_norms else None,
+            post_mlp_norm=norm(hidden, offset) if one.post_norms else None,
         )
 
     layers = tuple(map(layer, spec.layers))
-    embedding = random(VOCAB, HIDDEN, scale=1 / spec.embedding_scale)
-    return ModelWeights(embedding, layers, norm(HIDDEN, spec.norm.offset), matrix(VOCAB, HIDDEN))
+    embedding = random(VOCAB, hidden, scale=1 / spec.embedding_scale)
+    return ModelWeights(embedding, layers, norm(hidden, spec.norm.offset), matrix(VOCAB, hidden))

@@ -47,10 +47,11 @@ struct PdLayer {
 
 // The place of a rank in its gang, and the memory that all ranks share: see gang.h.
 struct PdGang {
-    int64_t rank, ranks;     // of the stage: at most 8, a power of two
+    int64_t rank, ranks;     // of the stage: at most 8
     int64_t stage, stages;   // at most 8
     int64_t rows, sum_rows;  // the most rows of a step, and of a place for sums
     int64_t hidden, vocab;
+    int64_t gathered;        // the most numbers of a row that ranks gather; 0: they share sums, and are a power of two
     int64_t step_bytes;      // room for the arrays of a step
     int64_t timeout_ms;      // a rank that waits longer for another one gives the gang up
     void *memory;            // zeroed before the first rank uses it; pdserve_gang_bytes says how much
@@ -68,6 +69,7 @@ struct PdShape {
     double embedding_scale;  // factor of the embedding's rows
     double softcap;          // bound of logits; 0 means none
     int64_t parts;           // of this rank: sums of parts of k that attention out and down add as a tree: see matmul.h
+    int64_t first_column, own_columns;  // the columns of attention out and down that it has; all of them where ranks share sums
 };
 
 // The blocks of one KV group in a step.
@@ -120,7 +122,7 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 15  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 16  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.

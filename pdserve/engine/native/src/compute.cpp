@@ -103,12 +103,27 @@ void Model::add_branch(int thread, const Part& part, const Weight& w, const From
     add_normed(thread, part, branch, norm, eps, x);
 }
 
-// Does what `add_branch` does where the ranks of a stage have parts of each sum. They leave their parts at a place for sums.
-template <class From>
-void Model::add_split(int thread, const Part& part, const Weight& w, const From& from, int place, float* x,
+// Returns rows of k numbers of which each rank of the stage has an equal part, `own`.
+Halves Model::gather(int thread, const Part& part, const Halves& own, long k) {
+    const long width = k / gang_->ranks(), column = gang_->rank() * width;
+    bf16* all = gang_->gathered();
+    each_row(thread, part, [&](long row, long end) {
+        for (; row < end; row++) std::copy_n(own.from + row * width, width, all + row * k + column);
+    });
+    meet(thread);
+    return {all};
+}
+
+// Does what `add_branch` does where the ranks of a stage share a product. Each rank has parts of each sum, or all of the sums of its
+// columns. They leave them at a place for sums.
+void Model::add_split(int thread, const Part& part, const Weight& w, const Halves& from, int place, float* x,
                       const std::vector<float>& bias, const std::vector<float>& norm, float eps) {
     const long hidden = shape_.hidden;
-    product(thread, part, w, from, Store{gang_->sums(place, gang_->rank()), hidden});
+    if (gang_->gathers())
+        product(thread, part, w, gather(thread, part, from, w.k),
+                Store{gang_->sums(place, 0) + shape_.first_column, shape_.own_columns, hidden});
+    else
+        product(thread, part, w, from, Store{gang_->sums(place, gang_->rank()), hidden});
     meet(thread);
     float* branch = branch_.data();
     each_row(thread, part, [&](long row, long end) {

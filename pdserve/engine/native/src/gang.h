@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 
 #include "abi.h"
@@ -39,12 +38,14 @@ class Gang {
         logits_ = (float*)(best_ + round(of.ranks * of.rows * kBestBytes));
         carried_ = logits_ + round(of.rows * of.vocab);
         sums_ = carried_ + round(of.rows * of.hidden);
+        gathered_ = (bf16*)(sums_ + 2 * of.ranks * round(of.sum_rows * of.hidden));
     }
 
     // Returns the bytes of the memory that ranks share.
     static long bytes(const PdGang& of) {
         const long floats = round(of.rows * of.vocab) + round(of.rows * of.hidden) + 2 * of.ranks * round(of.sum_rows * of.hidden);
-        return round(sizeof(Shared)) + round(of.step_bytes) + round(of.ranks * of.rows * kBestBytes) + floats * long(sizeof(float));
+        return round(sizeof(Shared)) + round(of.step_bytes) + round(of.ranks * of.rows * kBestBytes) + floats * long(sizeof(float)) +
+               of.rows * of.gathered * long(sizeof(bf16));
     }
 
     int rank() const { return int(of_.rank); }
@@ -60,8 +61,14 @@ class Gang {
     // Returns a place for sums of a rank, [sum_rows, hidden].
     float* sums(int place, int rank) const { return sums_ + (place * of_.ranks + rank) * round(of_.sum_rows * of_.hidden); }
 
+    // Tells whether ranks gather rows, and compute whole sums of their own columns, which they leave in the place of rank 0.
+    bool gathers() const { return of_.gathered > 0; }
+    long gathered_width() const { return of_.gathered; }
+    bf16* gathered() const { return gathered_; }  // [rows, gathered], of one product at a time
+
     // Returns the sum of what all ranks of the stage left at `offset` of a place, as one rank with all parts adds it up.
     F16 sum(int place, long offset) const {
+        if (gathers()) return load(sums(place, 0) + offset);
         F16 all[kMostRanks];
         for (int i = 0; i < ranks(); i++) all[i] = load(sums(place, i) + offset);
         for (int width = 1; width < ranks(); width *= 2)
@@ -159,6 +166,12 @@ class Gang {
         }
     };
 
+    static long now_ms() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    }
+
     static long round(long size) { return (size + 63) / 64 * 64; }
 
     static void add(Counter& to) {
@@ -179,12 +192,12 @@ class Gang {
             _mm_pause();
         }
         on.sleepers.fetch_add(1);
-        long waited_ms = 0;
+        const long ends_ms = now_ms() + timeout_ms;
         bool there = false;
         for (uint32_t seen; !(there = done(seen = on.value.load())) && !lost();) {
             const timespec look{0, kLookMs * 1000000};
-            if (syscall(SYS_futex, &on.value, FUTEX_WAIT, seen, &look, nullptr, 0) == 0 || errno != ETIMEDOUT) continue;
-            if ((waited_ms += kLookMs) > timeout_ms && timeout_ms >= 0) lose();
+            syscall(SYS_futex, &on.value, FUTEX_WAIT, seen, &look, nullptr, 0);
+            if (timeout_ms >= 0 && now_ms() > ends_ms) lose();
         }
         on.sleepers.fetch_sub(1);
         if (!there) throw GangLost();
@@ -194,6 +207,7 @@ class Gang {
     Shared* shared_ = nullptr;
     uint8_t *step_ = nullptr, *best_ = nullptr;
     float *logits_ = nullptr, *carried_ = nullptr, *sums_ = nullptr;
+    bf16* gathered_ = nullptr;
     uint32_t meetings_ = 0, ends_ = 0, steps_ = 0;
 };
 

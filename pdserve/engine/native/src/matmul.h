@@ -390,9 +390,9 @@ void multiply_by(const Rows& x, long rows, const Weight& w, long panel, long pan
 
 struct Store {
     float* to;
-    long columns;
+    long columns, stride = columns;
     void operator()(long row, long column, F16 low, F16 high) const {
-        float* at = to + row * columns + column;
+        float* at = to + row * stride + column;
         store(at, low, first_lanes(columns - column));
         if (columns - column > kLanes) store(at + kLanes, high, first_lanes(columns - column - kLanes));
     }

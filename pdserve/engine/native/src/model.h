@@ -224,7 +224,7 @@ class Model {
     // has whole is a sum of the parts of all ranks.
     long parts(int which, const Source& from) const {
         if (which != 1 && which != 3 && which != 7) return 1;
-        return from.count == from.k && gang_ != nullptr ? shape_.parts * gang_->ranks() : shape_.parts;
+        return from.count == from.k && splits() && !gang_->gathers() ? shape_.parts * gang_->ranks() : shape_.parts;
     }
 
     std::vector<float>& vector(long layer, int which) {
@@ -256,7 +256,8 @@ class Model {
     }
 
     long widest() const {
-        return std::max<long>(shape_.hidden, most([](const Layer& of) {
+        const long gathered = gang_ == nullptr ? 0 : gang_->gathered_width();
+        return std::max<long>(std::max(shape_.hidden, gathered), most([](const Layer& of) {
             return std::max({of.shape.intermediate, of.out_width(), of.shape.latent.q_rank, of.shape.moe.intermediate, of.shape.moe.shared});
         }));
     }
@@ -311,8 +312,8 @@ class Model {
     template <class From>
     void add_branch(int thread, const Part& part, const Weight& w, const From& from, float* x, const std::vector<float>& bias,
                     const std::vector<float>& norm, float eps);
-    template <class From>
-    void add_split(int thread, const Part& part, const Weight& w, const From& from, int place, float* x,
+    Halves gather(int thread, const Part& part, const Halves& own, long k);
+    void add_split(int thread, const Part& part, const Weight& w, const Halves& from, int place, float* x,
                    const std::vector<float>& bias, const std::vector<float>& norm, float eps);
     template <class Order>
     void add_split_experts(int thread, long layer, const Part& part, Order& order, float* to);
