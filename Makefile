@@ -123,6 +123,9 @@ bench-quality: setup ## measure what int8 and int4 cost in perplexity and in equ
 bench-invariance: setup ## measure batch-invariant steps beside ordinary ones
 	@$(BIN)/python -m bench.engine.invariance
 
+bench-roles: setup ## find what the limits of prefill and decode workers cost, on the cluster simulator
+	@$(BIN)/python -m bench.roles $(ARGS)
+
 bench-chunks: setup ## measure what a prompt of 4,000 tokens costs the streams beside it, for each size of chunk
 	@$(BIN)/python -m bench.engine.chunks
 

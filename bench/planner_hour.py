@@ -288,7 +288,7 @@ def real_side(real: RealDay) -> Side:
 def simulate(config: ClusterConfig, requests: Sequence[HourRequest], costs: CostModel, start_s: float, seed: int) -> Side:
     """Run the day on a simulated cluster with the planner, settings and sizes of the real one."""
     engine = config.engine
-    shape = PerfWorkerShape(costs, engine.max_num_seqs, engine.batched_tokens("cpu"), max_model_len=2048)
+    shape = PerfWorkerShape(costs, *engine.largest_limits("cpu"), max_model_len=2048)
     spec = ClusterSpec(
         [shape],
         [shape],

@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -39,8 +39,6 @@ from pdserve.core.slo import SloClass, classes_of
 from pdserve.plugins import is_path
 
 MIB: Final = 1 << 20
-CPU_BATCHED_TOKENS: Final = 512
-CUDA_BATCHED_TOKENS: Final = 8192  # vLLM takes the same on GPUs of the Hopper class; a chunk of 512 leaves most of one idle
 ADMIN_PORT: Final = 50053
 METRICS_PORT: Final = 9464  # OpenTelemetry's default for exporters to Prometheus
 MAX_INFLIGHT_BODY_BYTES: Final = 64 * MIB  # eight of the largest bodies at once; parsing takes a small multiple of them
@@ -48,6 +46,23 @@ MOST_WORKERS: Final = 4096  # of a pool without `max_replicas`: larger than any 
 ROUNDING: Final = 1e-3  # of shares of a GPU: a third of one is 0.3333 to Ray
 PLANNER: Final = "planner"
 """The value of `scaling_policy` of a pool whose size the planner decides."""
+
+
+class RoleLimits(NamedTuple):
+    """The most sequences that run at a time, and the most tokens of a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+ROLE_LIMITS: Final = {
+    "cpu": {"prefill": RoleLimits(64, 512), "decode": RoleLimits(64, 128)},
+    "cuda": {"prefill": RoleLimits(64, 8192), "decode": RoleLimits(256, 2048)},
+}
+"""The limits of each role where none are set, by the type of the device. docs/design/0091-defaults-of-roles.md has the
+measurements. A prompt beside streams stops them for the time of a chunk, so the chunks of decode workers are small: on a CPU,
+128 tokens use it as well as 512 do, and on an H100, 2,048 reach 60 % of its operations. On a GPU more sequences make a decode
+step cheaper for each of them; on a CPU 64 give as many tokens as it can."""
 CPU_KV_BYTES: Final = 256 * MIB  # this holds 11,648 tokens of SmolLM2-135M in bfloat16
 START_TIMEOUT_S: Final = 1800.0  # 140 GB of weights (70 G values in bfloat16) take 19 minutes to download at 1 Gbit/s
 DRAIN_TIMEOUT_S: Final = 300.0  # a worker without room elsewhere for its requests serves 15,000 tokens of each at 50 a second
@@ -124,8 +139,10 @@ class EngineConfig:
     # A request may have at most so many tokens, prompt and output together. None takes the limit of the model.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # A worker runs at most so many sequences at a time. Lower it where tokens come too slowly, raise it where slots run out.
-    max_num_seqs: PositiveInt = 64
-    # A step computes at most so many tokens, so longer prompts are cut into chunks. None is 512 on a CPU and 8192 on a GPU.
+    # None is 64, and 256 on a GPU that decodes.
+    max_num_seqs: PositiveInt | None = None
+    # A step computes at most so many tokens, so longer prompts are cut into chunks. None is 512 on a CPU and 8192 on a GPU, and
+    # 128 and 2048 where a worker decodes: its streams stand still while a chunk is computed.
     max_num_batched_tokens: PositiveInt | None = None
     # A KV block holds so many tokens. Larger ones are fewer to hand over, smaller ones share more of like prompts.
     block_size: PositiveInt = 16
@@ -176,11 +193,18 @@ class EngineConfig:
         if self.ranks > 1 and self.vllm.url:
             raise ConfigError(f"vllm.url is a server which runs already, and {self.gang}: give the degrees to its own command")
 
-    def batched_tokens(self, device: str) -> int:
-        """Return how many tokens one step may have on a device of this type, "cpu" or "cuda"."""
-        if self.max_num_batched_tokens is not None:
-            return self.max_num_batched_tokens
-        return CUDA_BATCHED_TOKENS if device == "cuda" else CPU_BATCHED_TOKENS
+    def limits(self, device: str, role: str) -> RoleLimits:
+        """Return the limits of a worker of a role, "prefill" or "decode", on a device of this type, "cpu" or "cuda"."""
+        default = ROLE_LIMITS[device][role]
+        seqs = self.max_num_seqs or default.max_num_seqs
+        least = seqs + self.block_size - 1  # a block of a prompt beside a token of each other sequence
+        tokens = self.max_num_batched_tokens or max(default.max_num_batched_tokens, least)
+        return RoleLimits(min(seqs, tokens), tokens)
+
+    def largest_limits(self, device: str) -> RoleLimits:
+        """Return the limits for which a worker has memory: the larger ones of both roles, since it may change its role."""
+        prefill, decode = (self.limits(device, role) for role in ("prefill", "decode"))
+        return RoleLimits(*map(max, prefill, decode))
 
     @property
     def degrees(self) -> Degrees:

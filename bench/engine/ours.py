@@ -21,7 +21,7 @@ from pdserve.engine.runner import ModelRunner
 
 POOL_TOKENS: Final = max(case.batch * (case.cached + case.tokens) for case in CASES) + 16 * 64
 GREEDY: Final = SamplingParams(temperature=0.0)
-BUDGET: Final = EngineConfig().batched_tokens("cpu")
+BUDGET: Final = EngineConfig().limits("cpu", "prefill").max_num_batched_tokens
 
 
 class OurEngine:

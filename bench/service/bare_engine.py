@@ -106,8 +106,7 @@ def _serve(pipe: Connection, config: EngineConfig) -> None:
         scheduler = Scheduler(
             pool,
             runner.kv.spec.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(runner.kv.device.type),
+            **config.largest_limits(runner.kv.device.type)._asdict(),
             max_model_len=runner.max_model_len,
             eos_token_ids=(),
         )

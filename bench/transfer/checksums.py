@@ -38,8 +38,7 @@ class Prefill:
         scheduler = Scheduler(
             pool,
             config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(runner.kv.device.type),
+            **config.largest_limits(runner.kv.device.type)._asdict(),
             max_model_len=runner.max_model_len,
             eos_token_ids=(),
             prefix_salt=b"bench",

@@ -134,7 +134,7 @@ class ModelRunner:
         return prompt_step(self._limits(config), None if self._on_cuda else CPU_PROMPT_TOKENS)
 
     def _limits(self, config: EngineConfig) -> StepLimits:
-        spec, sizes = self.kv.spec, (config.max_num_seqs, config.batched_tokens(self.kv.device.type))
+        spec, sizes = self.kv.spec, config.largest_limits(self.kv.device.type)
         windows = tuple(sorted({group.window for group in spec.groups if group.window is not None}))
         return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups), windows)
 
@@ -245,8 +245,7 @@ class ModelRunner:
         """
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which other code may change
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-            limits = (config.max_num_seqs, config.batched_tokens(device.type))
-            most = [group.most_useful(*limits) for group in spec.groups]
+            most = [group.most_useful(*config.largest_limits(device.type)) for group in spec.groups]
             allocate = zeros if gang is None else gang.allocate
             kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most, allocate=allocate)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.longest)
@@ -392,7 +391,7 @@ def _model(
         raise ConfigError(f"the model {card.name} has {lacking}, which no engine here computes")
     backend = _backend(card.spec, kv.caches, invariant=bool(config.batch_invariant))
     model = Decoder(card.spec, weights, backend, max_positions)
-    hidden = _recorded(model, backend, kv.caches, max_positions, config.max_num_seqs) or model.hidden
+    hidden = _recorded(model, backend, kv.caches, max_positions, config.largest_limits("cuda").max_num_seqs) or model.hidden
     return BatchedDecoder(model, hidden, kv.caches, backend)
 
 

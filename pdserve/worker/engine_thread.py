@@ -485,6 +485,8 @@ class EngineView:
         self.snapshot = snapshot
         self.largest_step = snapshot.load.max_num_batched_tokens
         """The largest number of tokens in a step for which the engine has memory."""
+        self.largest_batch = snapshot.load.max_num_seqs
+        """The largest number of sequences that may run. 0: the engine does not tell."""
         self.watch = EngineWatch(step_timeout_s)
         self.prefixes = PrefixLog() if prefix_caching else None
         """All keys that the pool holds. None: it shares no prefixes."""

@@ -278,7 +278,7 @@ class LinkMember:
             block_size=spec.block_size,
             num_blocks=spec.pool_tokens(sizes) // spec.block_size,
             max_model_len=host.max_model_len,
-            max_num_seqs=min(engine.max_num_seqs, self._engine.largest_step or engine.max_num_seqs),  # a token each a step
+            max_num_seqs=self._engine.largest_batch,
             dtype=spec.dtype,
             kv_bytes_per_token=spec.bytes_per_token,
             pid=self._pid,

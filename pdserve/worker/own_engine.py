@@ -34,12 +34,13 @@ from pdserve.engine.peaks import Peaks, peaks_of
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.warm_up import check_before_loading, settle
+from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2
 from pdserve.structured.compilations import GrammarSource
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine import WorkerEngine
 from pdserve.worker.engine_thread import EngineThread, EngineView, Mailbox, Runner, step_timeout_s
-from pdserve.worker.messages import EngineSnapshot, SetLending, StepEvents
+from pdserve.worker.messages import EngineSnapshot, SetBudget, SetLending, StepEvents
 from pdserve.worker.start_report import MemoryReport
 
 log = logging.getLogger(__name__)
@@ -111,9 +112,11 @@ class OwnEngine(WorkerEngine):
         return view
 
     async def take_role(self, role: common_pb2.Role) -> None:
-        """Sum blocks from now on if the worker lends them."""
+        """Sum blocks from now on if the worker lends them, and take the role's limits."""
         assert self._view is not None
         self._view.submit(SetLending(role == common_pb2.ROLE_PREFILL))
+        limits = self.config.engine.limits(self.kv.device.type, codec.role_from_wire(role).value)
+        self._view.submit(SetBudget(limits.max_num_batched_tokens, limits.max_num_seqs))
 
     async def close(self) -> None:
         """Take no events any more."""
@@ -194,11 +197,12 @@ class OwnEngine(WorkerEngine):
         self._peaks = peaks_of(runner.kv, engine, products=runner.products, seen_flops_per_s=seen_flops_per_s)
         caches = runner.kv.caches
         pool = BlockPools(*[cache.num_blocks for cache in caches], layouts=[cache.layout for cache in caches])
+        limits = engine.largest_limits(runner.kv.device.type)
         scheduler = Scheduler(
             pool,
             engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.batched_tokens(runner.kv.device.type),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             eos_token_ids=self.card.eos_token_ids,
             prefix_salt=runner.model_digest.encode() if engine.enable_prefix_caching else None,
@@ -211,6 +215,7 @@ class OwnEngine(WorkerEngine):
                 pool.counts(),
                 prompt_tokens_per_s=scheduler.rates.prompt_tokens_per_s,
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_num_seqs=scheduler.max_num_seqs,
             )
         )
         return runner, scheduler, pool

@@ -252,7 +252,8 @@ class Life:
         self._staging = worker.engine.make_staging(self._transfer)
         self._server = grpc.aio.server(options=server_options())
         send = self.member.link.send
-        self.openengine = None if worker.config.openengine_port is None else OpenEnginePort(worker.config, send)
+        opens = worker.config.openengine_port is not None
+        self.openengine = OpenEnginePort(worker.config, send, view.largest_batch) if opens else None
 
     async def open(self) -> None:
         """Start transport, role and services. Raises what went wrong; `close` must follow then, too."""

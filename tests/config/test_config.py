@@ -229,8 +229,13 @@ def test_pools_may_store_kv_in_different_dtypes():
 
 
 def test_a_step_is_as_large_as_its_device_bears_unless_it_is_set():
-    assert (EngineConfig().batched_tokens("cpu"), EngineConfig().batched_tokens("cuda")) == (512, 8192)
-    assert EngineConfig(max_num_batched_tokens=64).batched_tokens("cuda") == 64
+    assert EngineConfig().limits("cpu", "prefill") == (64, 512)
+    assert EngineConfig().limits("cpu", "decode") == (64, 128)
+    assert EngineConfig().limits("cuda", "prefill") == (64, 8192)
+    assert EngineConfig().limits("cuda", "decode") == (256, 2048)
+    assert EngineConfig().largest_limits("cuda") == (256, 8192)
+    assert EngineConfig(max_num_batched_tokens=64).limits("cuda", "decode") == (64, 64)
+    assert EngineConfig(max_num_seqs=200).limits("cpu", "decode") == (200, 215)  # a block beside all other sequences
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens must be a whole number \(at least 1\)"):
         EngineConfig(max_num_batched_tokens=0)
 

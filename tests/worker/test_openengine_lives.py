@@ -140,7 +140,7 @@ def test_the_token_is_asked_of_callers_on_other_machines(host: str, asks: bool) 
 
     async def story() -> None:
         given = config("w", "", host=host, cluster_token="secret", allow_public_bind=True)
-        port = OpenEnginePort(given, lambda message: None)
+        port = OpenEnginePort(given, lambda message: None, 64)
         await port._authorise(Context(token_metadata("secret")))
         for wrong in ((), token_metadata("other")):
             if asks:

@@ -135,7 +135,8 @@ def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping
     """Return what every worker should be in a layout, by its id. Raises `CannotShape` for a layout that cannot be reached.
 
     hellos: of all workers of `homes`. Workers that compute prompts get the layout's `chunk_tokens`, and decode workers its
-    `max_num_seqs`; all other limits are those that the worker was started with.
+    `max_num_seqs` and, where others compute prompts, the smallest step that a decode worker has in `homes`. Prefill workers run
+    as many sequences as they were started with.
     """
     if layout.workers != len(homes) or layout.decode < 1 or layout.prefill < 0:
         raise CannotShape(
@@ -143,7 +144,8 @@ def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping
             "give splits of as many workers, at least one of them for decode"
         )
     order = sorted(homes, key=lambda name: (_rank(homes[name], hellos[name]), name))
-    targets = {name: _target(layout, number < layout.prefill, hellos[name]) for number, name in enumerate(order)}
+    step_tokens = min(home.max_num_batched_tokens for home in homes.values() if home.role is Role.DECODE)
+    targets = {name: _target(layout, number < layout.prefill, hellos[name], step_tokens) for number, name in enumerate(order)}
     for name, target in targets.items():
         obstacle = hellos[name].flip_obstacle
         if obstacle and target.role is not homes[name].role:
@@ -195,12 +197,12 @@ def flips_between(cluster: ClusterNow, targets: Mapping[str, WantedShape]) -> in
     return sum(one.name in targets and targets[one.name].role is not one.hello.role for one in cluster.workers)
 
 
-def _target(layout: Layout, prefills: bool, hello: WorkerHello) -> WantedShape:
-    # A worker that does not say how large its steps are keeps them as they are.
-    chunked = hello.max_num_batched_tokens > 0 and (prefills or not layout.disaggregated)
+def _target(layout: Layout, prefills: bool, hello: WorkerHello, decode_step_tokens: int) -> WantedShape:
+    chunked = prefills or not layout.disaggregated
+    chunk = layout.chunk_tokens if chunked else min(decode_step_tokens, hello.max_num_batched_tokens)
     return WantedShape(
         Role.PREFILL if prefills else Role.DECODE,
-        layout.chunk_tokens if chunked else hello.max_num_batched_tokens,
+        chunk if hello.max_num_batched_tokens else 0,  # a worker that does not say how large its steps are keeps them
         hello.max_num_seqs if prefills else layout.max_num_seqs,
     )
 

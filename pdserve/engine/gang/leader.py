@@ -76,7 +76,7 @@ class Gang:
     def start(self, directory: Path, card: ModelCard, config: EngineConfig, max_model_len: int, kv_bytes: int) -> None:
         """Start the other ranks, which load their shares while rank 0 loads its own. Raises `ConfigError`."""
         # A step has one token of each decode, and prompts within the budget, but at least a block of them.
-        rows = config.batched_tokens("cpu") + config.max_num_seqs + config.block_size
+        rows = sum(config.largest_limits("cpu")) + config.block_size
         layout = gang_layout(
             card.spec, config.degrees, rows=rows, table_blocks=ceil_div(max_model_len, config.block_size) + 1,
             groups=len(self._kv), timeout_s=config.step_timeout_s,

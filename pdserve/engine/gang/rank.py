@@ -102,8 +102,7 @@ def attached_pool(order: RankOrder, dtype: torch.dtype) -> KvPool:
     config = order.config
     descriptors: Iterator[int] = iter(order.kv)
     spec = order.card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-    limits = (config.max_num_seqs, config.batched_tokens("cpu"))
-    most = [group.most_useful(*limits) for group in spec.groups]
+    most = [group.most_useful(*config.largest_limits("cpu")) for group in spec.groups]
 
     def attach(nbytes: int, device: torch.device) -> Tensor:
         return SharedMemory(nbytes, next(descriptors)).bytes

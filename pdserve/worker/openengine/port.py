@@ -38,11 +38,11 @@ CLOSE_GRACE_S: Final = 2.0
 class OpenEnginePort:
     """The port of one life. Give `send` to the host, then `start` and `run` it once each, and `close` it in any case."""
 
-    def __init__(self, config: WorkerConfig, to_router: Callable[[link_pb2.WorkerMessage], None]) -> None:
-        """`to_router` gets the answers that are not ours."""
+    def __init__(self, config: WorkerConfig, to_router: Callable[[link_pb2.WorkerMessage], None], max_num_seqs: int) -> None:
+        """`to_router` gets the answers that are not ours. At most `max_num_seqs` sequences run at a time."""
         self.port = 0
         self._config = config
-        self._directs = DirectRequests(to_router, config.engine.max_num_seqs)
+        self._directs = DirectRequests(to_router, max_num_seqs)
         self.send = self._directs.send
         self._token = None if is_loopback(config.host) else config.cluster_token
         self._server = make_server(

@@ -72,7 +72,7 @@ from pdserve.worker.vllm.requests import (
     read_hits,
     read_kv,
 )
-from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmServer, check_settings
+from pdserve.worker.vllm.server import ANSWER_S, KV_LEASE_S, ServerFacts, VllmServer, check_settings, slots_of
 
 log = logging.getLogger(__name__)
 Work = Callable[[Outstanding], Coroutine[Any, Any, None]]
@@ -148,7 +148,7 @@ class VllmEngine(WorkerEngine):
         self._directory = Path()
         self._client: VllmClient | None = None
         self._view: EngineView | None = None
-        self._slots = config.engine.max_num_seqs
+        self._slots = slots_of(config.engine)
         self._sequences: dict[SeqId, _Sequence] = {}
         self._lent_blocks: dict[SeqId, int] = {}
         self._foreign: deque[tuple[float, int]] = deque()  # (end, blocks) of KV that waits for vLLM's own time

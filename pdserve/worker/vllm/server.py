@@ -206,7 +206,7 @@ def _flags(engine: EngineConfig, role: str, directory: Path, port: int) -> list[
         "--host": LOOPBACK,
         "--port": port,
         "--dtype": "bfloat16" if engine.dtype == "auto" else engine.dtype,
-        "--max-num-seqs": engine.max_num_seqs,
+        "--max-num-seqs": slots_of(engine),
         "--max-model-len": engine.max_model_len,
         "--max-num-batched-tokens": engine.max_num_batched_tokens,
         "--block-size": engine.block_size if engine.block_size != EngineConfig().block_size else None,
@@ -242,6 +242,11 @@ def _events_flags(endpoint: str) -> list[str]:
         return []
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": TOPIC.decode()}
     return ["--kv-events-config", json.dumps(events)]
+
+
+def slots_of(engine: EngineConfig) -> int:
+    """Return how many sequences a server may run at a time, in either role: it takes this limit only at its start."""
+    return engine.largest_limits("cpu" if computes_on_cpu(engine) else "cuda").max_num_seqs
 
 
 def computes_on_cpu(engine: EngineConfig) -> bool:
