@@ -55,15 +55,27 @@ def render(config: ClusterConfig, *, image: str, name: str, prometheus: str, mat
         if getattr(config.autoscaling, limit) is not None:
             raise ConfigError(f"autoscaling.{limit}: KEDA knows no limit of both pools together; set max_replicas of each")
     config = on_kubernetes(config, name)
+    pools = {role: pool for role, pool in (("prefill", config.prefill), ("decode", config.decode)) if pool.most}
+    files = settings_files(config, name, pools)
     matcher = matcher if matcher is not None else f'app_kubernetes_io_instance="{name}"'
+    return [
+        *around_workers(config, image, name, files),
+        *(_workers(config, image, name, role, pool, files[f"{role}.yaml"]) for role, pool in pools.items()),
+        *(_scaled(config, name, role, pool, prometheus, matcher) for role, pool in pools.items()),
+    ]
+
+
+def around_workers(config: ClusterConfig, image: str, name: str, files: dict[str, str]) -> list[Manifest]:
+    """Return the objects around workers without Ray: their settings, the router, its Services, and who may reach whom.
+
+    files: `settings_files`, one for the router and one for each role that has workers.
+    """
     ports = {
         "http": config.router.http_port,
         "grpc": config.router.grpc_port,
         "link": config.router.link_port,
         "admin": config.router.admin_port_or_default,
     }
-    pools = {role: pool for role, pool in (("prefill", config.prefill), ("decode", config.decode)) if pool.most}
-    files = _files(config, name, pools)
     front = {port: ports[port] for port in ("http", "grpc")}
     link = {port: ports[port] for port in ("link", "admin")}
     config_map = {
@@ -78,13 +90,13 @@ def render(config: ClusterConfig, *, image: str, name: str, prometheus: str, mat
         _deployment(name, "router", 1, router, files["router.yaml"]),
         service(name, name, front),
         service(f"{name}-link", name, link, publishNotReadyAddresses=True),
-        *(_workers(config, image, name, role, pool, files[f"{role}.yaml"]) for role, pool in pools.items()),
-        *(_scaled(config, name, role, pool, prometheus, matcher) for role, pool in pools.items()),
-        *network.standalone_policies(name, labels(name, "router"), metadata, list(pools)),
+        *network.standalone_policies(
+            name, labels(name, "router"), metadata, [role for role in ("prefill", "decode") if f"{role}.yaml" in files]
+        ),
     ]
 
 
-def _files(config: ClusterConfig, name: str, pools: dict[str, PoolConfig]) -> dict[str, str]:
+def settings_files(config: ClusterConfig, name: str, pools: dict[str, PoolConfig]) -> dict[str, str]:
     """Return the files of settings. The token and what only a pod knows are added in the pods."""
     link = f"{name}-link:{config.router.link_port}"
     blueprint = Blueprint(config, link, "", Path(), WORKER_ENTRIES)
@@ -111,10 +123,15 @@ def _workers(config: ClusterConfig, image: str, name: str, role: str, pool: Pool
     return _deployment(name, role, None, template, text)
 
 
-def _deployment(name: str, component: str, replicas: int | None, template: Manifest, text: str) -> Manifest:
-    """Return a Deployment, whose pods are replaced when their settings change. replicas None: KEDA alone decides."""
+def mark(template: Manifest, name: str, component: str, text: str) -> None:
+    """Give the pods of a template their labels, and a mark that changes with their settings."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     template["metadata"] = {"labels": labels(name, component), "annotations": {"pdserve/config": digest}}
+
+
+def _deployment(name: str, component: str, replicas: int | None, template: Manifest, text: str) -> Manifest:
+    """Return a Deployment, whose pods are replaced when their settings change. replicas None: KEDA alone decides."""
+    mark(template, name, component, text)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pdserve.cluster.keeping.guard import NODE_LEAVING
 from pdserve.config import MIB, EngineConfig, PoolConfig
+from pdserve.worker.vllm.server import NODES_PORT
 
 Manifest = dict[str, Any]
 
@@ -20,11 +21,17 @@ RAY_DRAIN_S: Final = "1"
 """Seconds that Ray waits for a node to become idle. A node with an actor never does, and Ray's default is 30 s. With 0 Ray
 would not even mark the node as leaving, and the worker's loss would count as one of its restarts of the hour."""
 
+MODELS: Final = "/models"
+"""The folder at which pods of gangs find the claim with the models."""
+
 HEAD_MEMORY_MIB: Final = 2048  # Ray's own processes
 ROUTER_MEMORY_MIB: Final = 2048  # a Ray node without workers, the driver, the router with its tokenizer
 WORKER_BASE_MEMORY_MIB: Final = 4096
 """Memory of a worker's pod beside the KV pool: a Ray node (1 GiB), torch and its buffers (1 GiB), and weights (2 GiB, which
 is four times the default model in fp32). A larger model needs more; set it in the manifest."""
+GPU_RANK_MEMORY_MIB: Final = 16 * 1024
+"""Memory of each GPU of a server of vLLM: a process with torch and CUDA, its pinned buffers, and its share of /dev/shm. It is a
+guess: no such pod has run. Weights are read from mapped files, whose pages the kernel takes back."""
 RANK_MEMORY_MIB: Final = 1024
 """Memory of each further rank of a worker: torch and its buffers. Ranks divide the weights, and share the KV pool."""
 
@@ -74,6 +81,8 @@ def cpus_of(pool: PoolConfig, engine: EngineConfig) -> int:
 
 def _memory_mib(pool: PoolConfig, engine: EngineConfig) -> int:
     """Return the memory of a worker's pod. The KV of a worker on a GPU is in the device's memory."""
+    if engine.backend == "vllm" and pool.num_gpus > 0:
+        return WORKER_BASE_MEMORY_MIB + engine.ranks * GPU_RANK_MEMORY_MIB
     kv_mib = 0 if pool.num_gpus > 0 else math.ceil(engine.cpu_kv_bytes / MIB)
     return WORKER_BASE_MEMORY_MIB + (engine.ranks - 1) * RANK_MEMORY_MIB + kv_mib
 
@@ -154,6 +163,84 @@ def standalone_worker_template(
     }
     volumes = [{"name": "config", "configMap": {"name": config_map}}]
     return _template([container], terminationGracePeriodSeconds=_drain_grace_s(drain_timeout_s), volumes=volumes)
+
+
+# Gangs over pods: a server of vLLM has a node in each, and the worker is in the first one (deploy/gangs.py).
+
+
+def mount_models(template: Manifest, claim: str) -> None:
+    """Let all containers of a pod read the claim with the models."""
+    _mount(template, "models", MODELS, {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+
+
+def share_memory(template: Manifest) -> None:
+    """Give a pod memory that its processes share, within its limit: GPUs of one machine exchange data by it, and a plain
+    container has 64 MiB."""
+    _mount(template, "shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
+
+
+def _mount(template: Manifest, name: str, path: str, source: Manifest) -> None:
+    spec = template["spec"]
+    spec["volumes"] = [*spec.get("volumes", []), {"name": name, **source}]
+    for container in spec["containers"]:
+        read_only = {"readOnly": True} if name == "models" else {}
+        container["volumeMounts"] = [*container.get("volumeMounts", []), {"name": name, "mountPath": path, **read_only}]
+
+
+def follower_template(
+    image: str, pool: PoolConfig, engine: EngineConfig, *, script: str, first: str, config_map: str, drain_timeout_s: float
+) -> Manifest:
+    """Return a further pod of a gang. Its process is vLLM's; it ends after the first pod's, whose worker may drain before.
+
+    script: the shell's command. first: the address of the first pod.
+    """
+    resources = _resources(cpus=cpus_of(pool, engine), memory_mib=_memory_mib(pool, engine), gpus=math.ceil(pool.num_gpus))
+    container = {
+        **_container("follower", image, resources),
+        "command": ["/bin/bash", "-c", script],
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/bash", "-c", _until_ends(first)]}}},
+        "volumeMounts": [{"name": "config", "mountPath": "/etc/pdserve", "readOnly": True}],
+    }
+    volumes = [{"name": "config", "configMap": {"name": config_map}}]
+    return _template([container], terminationGracePeriodSeconds=_drain_grace_s(drain_timeout_s), volumes=volumes)
+
+
+def as_one_of_several(
+    template: Manifest, *, follow: str, first: str, config_map: str, host_label: str, replica_label: str
+) -> None:
+    """Make the template of a worker's pod on Ray that of all pods of its gang: KubeRay has one for both.
+
+    The first pod, with index 0, is the node of Ray. The others are none, so Ray starts no worker there; they run `follow`. The
+    annotation leaves the command to us, and KubeRay puts its own into a variable.
+    """
+    template["metadata"] = {"annotations": {"ray.io/overwrite-container-cmd": "true"}}
+    (container,) = template["spec"]["containers"]
+    join = 'ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"'
+    container["command"] = ["/bin/bash", "-c", _by_index(join, follow)]
+    container["env"] = [
+        *container["env"],
+        *(
+            {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+            for variable, label in (("HOST_INDEX", host_label), ("REPLICA_INDEX", replica_label))
+        ),
+    ]
+    drain = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/bash", "-c", _by_index(drain, _until_ends(first))]}}}
+    look = _by_index(f'exec 3<>"/dev/tcp/$POD_IP/{RAYLET_PORT}"', "exit 0")
+    for probe in ("readinessProbe", "livenessProbe"):
+        timing = {key: value for key, value in container[probe].items() if key != "tcpSocket"}
+        container[probe] = {"exec": {"command": ["/bin/bash", "-c", look]}, **timing}
+    _mount(template, "config", "/etc/pdserve", {"configMap": {"name": config_map}})
+
+
+def _by_index(first: str, others: str) -> str:
+    return f'if [ "$HOST_INDEX" = 0 ]; then {first}; else {others}; fi'
+
+
+def _until_ends(first: str) -> str:
+    """Return a script that waits until the server of vLLM in the first pod has ended. The pod's grace period bounds it."""
+    return f'while (exec 3<>"/dev/tcp/{first}/{NODES_PORT}") 2>/dev/null; do sleep 2; done'
 
 
 def _drain_grace_s(drain_timeout_s: float) -> int:

@@ -34,7 +34,7 @@ from pdserve.core.settings.types import (
     check_types,
     is_loopback,
 )
-from pdserve.core.shards import Degrees
+from pdserve.core.shards import MOST_DEGREE, Degrees
 from pdserve.core.slo import SloClass, classes_of
 from pdserve.plugins import is_path
 
@@ -72,7 +72,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Backend = Literal["pdserve", "vllm"]
-Degree = Annotated[int, Meta(ge=1, le=8)]  # usual models have 8 KV heads, and machines 8 GPUs
+Degree = Annotated[int, Meta(ge=1, le=64)]  # eight machines of 8 GPUs; gangs of pdserve's own engine have fewer
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
 
@@ -102,11 +102,13 @@ class VllmConfig:
     args: tuple[str, ...] = ()
     # A worker starts no server, and uses the one that runs at this address, such as http://127.0.0.1:8100.
     url: str = ""
+    # A server has so many nodes. The worker starts it on the first one; docs/multi-node.md says what runs on the others.
+    nodes: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.url and (self.command or self.args):
-            raise ConfigError("url is that of a server which runs already: leave out command and args")
+        if self.url and (self.command or self.args or self.nodes > 1):
+            raise ConfigError("url is that of a server which runs already: leave out command, args and nodes")
         if self.url and not _URL.fullmatch(self.url):
             raise ConfigError(f"url must be http://HOST:PORT, got {self.url!r:.100}")
 
@@ -161,7 +163,7 @@ class EngineConfig:
     batch_invariant: bool | None = None
     # A worker restarts when its engine finishes no step for so long while work waits. Raise it where steps are slow.
     step_timeout_s: PositiveFloat = 60.0
-    # So many ranks, which are processes of one machine, share each layer of a worker's model.
+    # So many ranks, which are processes of one machine, or of `vllm.nodes` machines, share each layer of a worker's model.
     tensor_parallel_size: Degree = 1
     # The layers of a worker's model are cut into so many stages, with `tensor_parallel_size` ranks each.
     pipeline_parallel_size: Degree = 1
@@ -190,6 +192,13 @@ class EngineConfig:
             )
         if self.ranks > 1 and self.backend == "pdserve" and self.device == "cuda":
             raise ConfigError(f"device is cuda, and {self.gang}: {_GANGS_ON_CPUS}")
+        if self.backend == "pdserve" and max(self.tensor_parallel_size, self.pipeline_parallel_size) > MOST_DEGREE:
+            raise ConfigError(f"{self.gang}: gangs have at most {MOST_DEGREE} ranks in a stage, and {MOST_DEGREE} stages")
+        if self.degrees.ranks % self.vllm.nodes:
+            works = [nodes for nodes in range(1, self.degrees.ranks + 1) if self.degrees.ranks % nodes == 0]
+            raise ConfigError(
+                f"vllm.nodes {self.vllm.nodes} does not divide them, {self.gang}: use {' or '.join(map(str, works))}"
+            )
         if self.ranks > 1 and self.vllm.url:
             raise ConfigError(f"vllm.url is a server which runs already, and {self.gang}: give the degrees to its own command")
 
@@ -213,14 +222,14 @@ class EngineConfig:
 
     @property
     def ranks(self) -> int:
-        """A worker computes with so many processes."""
-        return self.degrees.ranks
+        """A worker computes with so many processes on its own machine."""
+        return self.degrees.ranks // self.vllm.nodes
 
     @property
     def gang(self) -> str:
         """The degrees and the number of ranks, in words."""
         degrees = f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
-        return f"{degrees} are {self.ranks} ranks"
+        return f"{degrees} are {self.degrees.ranks} ranks"
 
     def check_cores(self, cores: int, machine: str = "this machine") -> None:
         """Raise `ConfigError` for a gang with more threads than a machine has cores: in every layer the others would wait for a

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.capacity.devices import LinkSpec, links_of
-from pdserve.capacity.placements import PlacementRate, colocated_rate, decode_rate, exposed_s, prefill_rate, transfer_s
-from pdserve.capacity.question import CapacityQuestion
-from pdserve.capacity.verdict import CapacityVerdict, judge
+from pdserve.capacity.placements import PlacementRate, colocated_rate, exposed_s, transfer_s
+from pdserve.capacity.question import MOST_DEGREE, CapacityQuestion
+from pdserve.capacity.verdict import CapacityVerdict, TwoPools, judge
 from pdserve.capacity.worker_speed import Memory, WorkerSpeed, e2e_s
 from pdserve.core.errors import ConfigError
+from pdserve.core.shards import Degrees
 
-ONE_MACHINE: Final = 8
-"""GPUs of one machine, between which all-reduces are fast."""
-MOST_DEGREE: Final = 64
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -37,7 +35,10 @@ class DecodeStep:
     """One point of the decode roofline, of one worker."""
 
     batch: int
+    """The sequences that run at a time, in all lanes together."""
     step_s: float
+    links_s: float
+    """The part of `step_s` between GPUs: all-reduces, and the passes between stages."""
     tokens_per_s: float
     bound: str
     fits: bool
@@ -71,13 +72,17 @@ class CapacityCost:
 class CapacityAnswer:
     """All results. Rates are of one worker unless their names say otherwise; times are means."""
 
-    tp: int
+    degrees: Degrees
+    """The degrees of a worker that decodes, or does both."""
+    prefill_degrees: Degrees
     workers: int
+    """The workers with `degrees` that the GPUs make."""
     kv_bytes_per_token: float
     """KV of the first token, stored once."""
     kv_bytes_per_request: float
     """KV of a prompt, as it crosses the link."""
     memory: Memory
+    prefill_memory: Memory
     room: KvRoom
     steps: tuple[DecodeStep, ...]
     largest_batch: int
@@ -103,55 +108,75 @@ def answer(question: CapacityQuestion) -> CapacityAnswer:
     if question.tp is not None:
         return _answer(question, question.tp)
     found = [_answer(question, tp) for tp in degrees(question)]
-    best = max(found, key=lambda one: (one.verdict.requests_per_s, -one.tp))
+    best = max(found, key=lambda one: (one.verdict.requests_per_s, -one.degrees.tensor))
     fitting = [one for one in found if one.room.max_users]
     return best if best.verdict.requests_per_s else fitting[0] if fitting else found[-1]
 
 
 def degrees(question: CapacityQuestion) -> tuple[int, ...]:
-    """Return the numbers of GPUs that a worker may have: powers of two that divide the heads, within one machine if that is
-    enough.
+    """Return the GPUs that a stage of a worker may have: powers of two that divide the model and the nodes, within one node if
+    that is enough.
 
-    More than `ONE_MACHINE` GPUs are tried only where the model does not fit into fewer.
+    More GPUs than those of a node are tried only where the model does not fit into fewer. Raises `ConfigError` where no number
+    works.
     """
     found: list[int] = []
     tp = 1
-    while tp <= min(question.gpus, MOST_DEGREE) and question.model.heads % tp == 0:
-        if tp > ONE_MACHINE and WorkerSpeed(question, found[-1]).users_at(question.isl + question.osl):
+    while tp <= MOST_DEGREE and (degrees := question.degrees(tp)).ranks <= question.gpus and question.model.heads % tp == 0:
+        over = tp > question.gpus_per_node and found
+        if over and WorkerSpeed(question, question.degrees(found[-1])).users_at(question.isl + question.osl):
             break
-        found.append(tp)
+        if question.model.shares_evenly(degrees) and question.fills_nodes(degrees):
+            found.append(tp)
         tp *= 2
+    if not found:
+        raise ConfigError(
+            f"--pipeline-parallel-size (--pp) {question.pp} makes no workers of the {question.gpus} GPUs (--gpus) that fill "
+            f"nodes of {question.gpus_per_node} (--gpus-per-node) evenly: lower it, or name --tensor-parallel-size"
+        )
     return tuple(found)
 
 
 def _answer(question: CapacityQuestion, tp: int) -> CapacityAnswer:
-    worker, workers = WorkerSpeed(question, tp), question.gpus // tp
-    link = question.link_of(tp)
-    prefill, decode = prefill_rate(worker, link.bytes_per_s), decode_rate(worker, link.bytes_per_s)
+    worker = WorkerSpeed(question, question.degrees(tp))
+    degrees = question.prefill_degrees(tp)
+    pools = TwoPools(worker if degrees == worker.degrees else WorkerSpeed(question, degrees), worker)
+    workers = question.gpus // worker.gpus
+    link = question.link_of(min(pools.prefill.gpus, worker.gpus))
+    prefill, decode = pools.rates(link.bytes_per_s)
     colocated = colocated_rate(worker)
-    verdict = judge(worker, workers, link.bytes_per_s)
+    verdict = judge(pools, link.bytes_per_s)
     tokens_per_s = verdict.requests_per_s * question.osl
     return CapacityAnswer(
-        tp=tp,
+        degrees=worker.degrees,
+        prefill_degrees=degrees,
         workers=workers,
         kv_bytes_per_token=worker.kv_bytes(1),
         kv_bytes_per_request=worker.kv_bytes(question.isl),
         memory=worker.memory,
+        prefill_memory=pools.prefill.memory,
         room=_room(worker, workers),
         steps=_steps(worker),
         largest_batch=int(decode.batch or 0),
-        prefill_floor_s=worker.prefill_s(question.isl),
+        prefill_floor_s=pools.prefill.prefill_s(question.isl),
         prefill=prefill,
         decode=decode,
         colocated=colocated,
         link=link,
-        transfers=_transfers(worker, link, verdict.break_even_bytes_per_s),
-        e2e_alone_s=_e2e_alone(worker, link),
+        transfers=_transfers(pools, link, verdict.break_even_bytes_per_s),
+        e2e_alone_s=_e2e_alone(pools, link),
         e2e_loaded_s=_e2e_loaded(question, verdict, prefill, decode, colocated),
         verdict=verdict,
         output_tokens_per_s=tokens_per_s,
-        cost=_cost(question, tokens_per_s, workers * tp),
+        cost=_cost(question, tokens_per_s, _gpus_used(pools, verdict)),
     )
+
+
+def _gpus_used(pools: TwoPools, verdict: CapacityVerdict) -> int:
+    """Return the GPUs of the recommended workers, in whole workers of the question's GPUs."""
+    if verdict.disaggregate and verdict.split and not pools.equal:
+        return verdict.split.prefill * pools.prefill.gpus + verdict.split.decode * pools.decode.gpus
+    return pools.decode.question.gpus // pools.decode.gpus * pools.decode.gpus
 
 
 def fits(weights_bytes: float, kv_bytes: float, gpus: int, memory_bytes: float) -> bool:
@@ -174,30 +199,34 @@ def _steps(worker: WorkerSpeed) -> tuple[DecodeStep, ...]:
     context, most = question.isl + question.osl // 2, worker.users_at(question.isl + question.osl)
     found = []
     for batch in BATCHES:
-        step = worker.decode_s(batch, context)
-        found.append(DecodeStep(batch, step, batch / step, worker.decode_bound(batch, context), batch <= most))
+        lane = worker.lane(batch)
+        step = worker.decode_s(lane, context)
+        bound = worker.decode_bound(lane, context)
+        found.append(DecodeStep(batch, step, worker.links_s(lane), batch / step, bound, batch <= most))
     return tuple(found)
 
 
-def _transfers(worker: WorkerSpeed, chosen: LinkSpec, even: float | None) -> tuple[Transfer, ...]:
-    known = links_of(worker.question.gpu, worker.tp)
+def _transfers(pools: TwoPools, chosen: LinkSpec, even: float | None) -> tuple[Transfer, ...]:
+    lender = pools.prefill
+    known = links_of(lender.question.gpu, min(lender.gpus, pools.decode.gpus))
     links = known if chosen.name in {one.name for one in known} else (chosen, *known)
     return tuple(
         Transfer(
             one.name,
             one.bytes_per_s,
-            transfer_s(worker, one.bytes_per_s),
-            exposed_s(worker, one.bytes_per_s),
+            transfer_s(lender, one.bytes_per_s),
+            exposed_s(lender, one.bytes_per_s),
             even is not None and one.bytes_per_s >= even,
         )
         for one in links
     )
 
 
-def _e2e_alone(worker: WorkerSpeed, link: LinkSpec) -> float:
-    question = worker.question
-    step = worker.decode_s(1, question.isl + question.osl // 2)
-    return e2e_s(worker.prefill_s(question.isl), step, question.osl) + exposed_s(worker, link.bytes_per_s)
+def _e2e_alone(pools: TwoPools, link: LinkSpec) -> float:
+    question = pools.decode.question
+    step = pools.decode.decode_s(1, question.isl + question.osl // 2)
+    first = pools.prefill.prefill_s(question.isl)
+    return e2e_s(first, step, question.osl) + exposed_s(pools.prefill, link.bytes_per_s)
 
 
 def _e2e_loaded(

@@ -99,13 +99,26 @@ def link(text: str, gpu: DeviceSpec, tp: int) -> LinkSpec:
     return LinkSpec(text.lower(), own * tp)
 
 
+def node_link(text: str) -> float:
+    """Return the bytes a second of a link between nodes, of a name or a rate. Raises `ConfigError` also for a link that lies
+    within one node.
+    """
+    entry = _data("links.toml").get(text.lower())
+    if entry is None:
+        return _rate(text, "--node-link")
+    if "gpu_field" in entry:
+        names = [name for name, one in _data("links.toml").items() if "gpu_field" not in one]
+        raise ConfigError(f"--node-link {text} lies within one node; take {', '.join(names)}, or a rate such as 400GB/s")
+    return float(entry["gb_s"]) * GIGA
+
+
 def links_of(gpu: DeviceSpec, tp: int) -> tuple[LinkSpec, ...]:
     """Return the known links that workers of this GPU may have."""
     lacks = {"nvlink"} if gpu.nvlink_bytes_per_s is None else set()
     return tuple(link(name, gpu, tp) for name in link_names() if name not in lacks)
 
 
-def _rate(text: str) -> float:
+def _rate(text: str, flag: str = "--link") -> float:
     number, unit = text, "B/s"
     for name in sorted(_RATES, key=len, reverse=True):
         if text.lower().endswith(name.lower()):
@@ -115,9 +128,9 @@ def _rate(text: str) -> float:
         rate = float(number) * _RATES[unit]
     except (ValueError, OverflowError):
         known = f"{', '.join(link_names())}, or a rate such as 12.5GB/s"
-        raise ConfigError(f"--link {text!r:.60} is not known; known: {known}") from None
+        raise ConfigError(f"{flag} {text!r:.60} is not known; known: {known}") from None
     if not 1 <= rate <= MOST_LINK_BYTES:  # NaN fails too
-        raise ConfigError(f"--link must be from 1 to {MOST_LINK_BYTES:.0e} bytes a second, got {text!r:.60}")
+        raise ConfigError(f"{flag} must be from 1 to {MOST_LINK_BYTES:.0e} bytes a second, got {text!r:.60}")
     return rate
 
 

@@ -13,6 +13,10 @@ step - step without a chunk). With rate r, the mean gap is step / (1 - r E); Lit
 E): B prompts fall into a request's life on average. Their number has a Poisson distribution, so the share p of the requests has
 a TPOT of at most step + (B + z sqrt(B)) E / (n - 1), where z is the quantile p of the normal distribution. Prompts wait as
 above, with D = chunks * mixed step. The chunk with the highest rate counts.
+
+**Stages.** A worker with stages has a lane for each of them (`WorkerSpeed`). A prompt takes D in any case, and the next one can
+begin after D / lanes: an M/D/1 queue with that service, and the rest of D after it. Decodes and colocated work divide the room
+among the lanes, and each lane serves the rate above.
 """
 
 from __future__ import annotations
@@ -104,32 +108,37 @@ def exposed_s(worker: WorkerSpeed, link_bytes_per_s: float) -> float:
 def prefill_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> PlacementRate:
     """Return the rate of a prefill worker within TTFT, and within what its link takes away."""
     question = worker.question
-    service = worker.prefill_s(question.isl)
-    by_queue, by_link = queue_rate(service, question.ttft_s, question.attainment), 1 / transfer_s(worker, link_bytes_per_s)
+    alone = worker.prefill_s(question.isl)
+    service = alone / worker.lanes
+    rest = alone - service
+    by_queue = queue_rate(service, question.ttft_s - rest, question.attainment)
+    by_link = 1 / transfer_s(worker, link_bytes_per_s)
     rate = min(by_queue, by_link)
     if not worker.users_at(question.isl):
-        return PlacementRate(0.0, "memory", ttft_s=service)
-    return PlacementRate(
-        rate, "link" if by_link < by_queue else worker.prefill_bound(question.isl), ttft_s=mean_queue_s(service, rate)
-    )
+        return PlacementRate(0.0, "memory", ttft_s=alone)
+    bound = "link" if by_link < by_queue else worker.prefill_bound(question.isl)
+    return PlacementRate(rate, bound, ttft_s=rest + mean_queue_s(service, rate))
 
 
-def decode_rate(worker: WorkerSpeed, link_bytes_per_s: float) -> PlacementRate:
-    """Return the rate of a decode worker within TPOT, its memory, and what its link brings."""
+def decode_rate(worker: WorkerSpeed, link_bytes_per_s: float, lender: WorkerSpeed | None = None) -> PlacementRate:
+    """Return the rate of a decode worker within TPOT, its memory, and what its link brings.
+
+    lender: the worker that computes the prompts. None: one with the same degrees.
+    """
     question, gaps = worker.question, worker.question.osl - 1
-    exposed = exposed_s(worker, link_bytes_per_s) / gaps
-    context, users = decode_context(worker), worker.users_at(question.isl + question.osl)
+    exposed = exposed_s(lender or worker, link_bytes_per_s) / gaps
+    context, users = decode_context(worker), worker.users_at(question.isl + question.osl) // worker.lanes
     batch = last_true(users, lambda size: worker.decode_s(size, context) + exposed <= question.tpot_s)
     if batch == 0:
         alone = worker.decode_s(1, context)
         bound = "memory" if users == 0 else "link" if alone <= question.tpot_s else worker.decode_bound(1, context)
         return PlacementRate(0.0, bound, tpot_s=alone + exposed, batch=0)
     tpot = worker.decode_s(batch, context) + exposed
-    by_batch, by_link = batch / (gaps * tpot), 1 / transfer_s(worker, link_bytes_per_s)
+    by_batch, by_link = worker.lanes * batch / (gaps * tpot), 1 / transfer_s(worker, link_bytes_per_s)
     bound = "memory" if batch == users else worker.decode_bound(batch + 1, context)
     if by_link < by_batch or (batch < users and exposed > worker.decode_s(batch, context) - worker.decode_s(1, context)):
         bound = "link"
-    return PlacementRate(min(by_batch, by_link), bound, tpot_s=tpot, batch=float(batch))
+    return PlacementRate(min(by_batch, by_link), bound, tpot_s=tpot, batch=float(worker.lanes * batch))
 
 
 def colocated_rate(worker: WorkerSpeed) -> PlacementRate:
@@ -142,7 +151,7 @@ def colocated_rate(worker: WorkerSpeed) -> PlacementRate:
 
 def _colocated(worker: WorkerSpeed, chunk: int) -> PlacementRate:
     """Return the rate with chunks of at most `chunk` tokens: the best batch is searched, and the rate follows from it."""
-    users = worker.users_at(worker.question.isl + worker.question.osl)
+    users, lanes = worker.users_at(worker.question.isl + worker.question.osl) // worker.lanes, worker.lanes
     if not users:
         return PlacementRate(0.0, "memory", chunk=chunk)
     beside = Beside.of(worker, chunk)
@@ -151,12 +160,13 @@ def _colocated(worker: WorkerSpeed, chunk: int) -> PlacementRate:
     step, delay = beside.times(batch)
     ttft = mean_queue_s(beside.prompt_s(batch), rate)
     tpot = step + batch * delay / (worker.question.osl - 1)
-    return PlacementRate(rate, beside.bound(batch, users), ttft_s=ttft, tpot_s=tpot, batch=batch, chunk=chunk)
+    bound = beside.bound(batch, users)
+    return PlacementRate(lanes * rate, bound, ttft_s=ttft, tpot_s=tpot, batch=lanes * batch, chunk=chunk)
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A worker that computes prompts in `chunks` equal chunks beside its decodes."""
+    """One lane of a worker that computes prompts in `chunks` equal chunks beside its decodes."""
 
     worker: WorkerSpeed
     chunks: int

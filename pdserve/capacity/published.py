@@ -20,6 +20,7 @@ from pdserve.core.roofline import (
     mla_attention,
     moe_mlp,
 )
+from pdserve.core.shards import Degrees
 
 MOST_LAYERS: Final = 4096
 MOST_EXPERTS: Final = 65536
@@ -51,6 +52,17 @@ class PublishedModel:
     max_position: int
     quantization: str = "none"
     """The quantization of the published weights: none, fp8, int8 or int4."""
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The numbers of routed experts that its layers have. Empty: it is no mixture of experts."""
+        return tuple(sorted({layer.mlp.experts for layer, _ in self.shape.layers if layer.mlp.experts}))
+
+    def shares_evenly(self, degrees: Degrees) -> bool:
+        """Tell whether the ranks of a stage have equal shares: of query heads, of KV heads or of one KV head, of experts."""
+        heads = self.heads % degrees.tensor == 0
+        kv_heads = self.latent or self.kv_heads % degrees.tensor == 0 or degrees.tensor % self.kv_heads == 0
+        return heads and kv_heads and not (degrees.experts and any(count % degrees.tensor for count in self.experts))
 
     def kv_copies(self, tp: int) -> float:
         """Return how many times a worker of `tp` GPUs stores each number of KV."""

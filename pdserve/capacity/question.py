@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdserve.capacity.devices import GIGA, TERA, DeviceSpec, LinkSpec, link
+from pdserve.capacity.devices import GIGA, TERA, DeviceSpec, LinkSpec, link, node_link
 from pdserve.capacity.published import PublishedModel
 from pdserve.checkpoint.card import KV_ALIASES
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_layout import DTYPE_BITS
+from pdserve.core.shards import Degrees
 
 MOST_GPUS: Final = 100_000
+MOST_DEGREE: Final = 64
+"""The most ranks of a stage, and the most stages."""
 MOST_TOKENS: Final = 2**27
 """The longest prompt, output or context: a hundred times the longest context of a published model."""
 MOST_USERS: Final = 10**9
@@ -98,7 +101,17 @@ class CapacityQuestion:
     attainment: float = 0.9
     """The share of the requests that should be within each target."""
     tp: int | None = None
-    """GPUs of one worker. None: the power of two with the highest goodput."""
+    """GPUs that share each layer of a worker. None: the power of two with the highest goodput."""
+    pp: int = 1
+    """Stages into which the layers of a worker are cut, each with `tp` GPUs."""
+    experts: bool = False
+    """Each GPU has whole experts of a mixture instead of a part of every expert."""
+    prefill_tp: int | None = None
+    """`tp` of the prefill workers. None: that of all workers."""
+    prefill_pp: int | None = None
+    gpus_per_node: int = 8
+    node_link: str = "400gbe"
+    """The link between two nodes, as a name or a rate: one direction, all network cards of a node together."""
     dtype: str = "bfloat16"
     quantization: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -106,7 +119,7 @@ class CapacityQuestion:
     context: int | None = None
     """Tokens of each user's context. None: isl + osl."""
     link: str | None = None
-    """A name or a rate (`devices.link`). None: NVLink or PCIe up to 8 GPUs, then 400gbe."""
+    """A name or a rate (`devices.link`). None: NVLink or PCIe where one node has all GPUs, else `node_link`."""
     price_per_hour: float | None = None
     shares: CapacityShares = CapacityShares()
     gpu_memory_utilization: float = 0.9
@@ -132,22 +145,68 @@ class CapacityQuestion:
         check_name("--dtype", self.dtype, DTYPES)
         check_name("--quantization", self.quantization, QUANTIZATIONS)
         check_name("--kv-cache-dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
-        self._check_tp()
+        check_count("--gpus-per-node", self.gpus_per_node, MOST_GPUS)
+        self._check_degrees("", self.tp, self.pp)
+        self._check_degrees("prefill-", self.prefill_tp, self.prefill_pp)
+        if self.experts and not self.model.experts:
+            raise ConfigError(f"--enable-expert-parallel is for mixtures of experts, and {self.model.name} has none")
         if self.link is not None:
             link(self.link, self.gpu, 1)
+        node_link(self.node_link)
         if self.isl + self.osl > self.model.max_position:
             raise ConfigError(
                 f"--isl {self.isl} + --osl {self.osl} is more than the {self.model.max_position} positions of {self.model.name}"
             )
 
-    def _check_tp(self) -> None:
-        if self.tp is None:
+    def _check_degrees(self, pool: str, tensor: int | None, pipeline: int | None) -> None:
+        """Raise `ConfigError` where the model or the nodes cannot be divided so. The error names the degrees that work.
+
+        pool: the beginning of the flags' names, "" or "prefill-".
+        """
+        tp_flag, pp_flag = f"--{pool}tensor-parallel-size (--{pool}tp)", f"--{pool}pipeline-parallel-size (--{pool}pp)"
+        if pipeline is not None:
+            check_count(pp_flag, pipeline, min(self.gpus, self.model.shape.num_layers, MOST_DEGREE))
+        if tensor is None:
             return
-        check_count("--tensor-parallel-size (--tp)", self.tp, self.gpus)
-        if self.model.heads % self.tp:
-            raise ConfigError(
-                f"--tensor-parallel-size {self.tp} does not divide the {self.model.heads} query heads of {self.model.name}"
-            )
+        check_count(tp_flag, tensor, min(self.gpus, MOST_DEGREE))
+        degrees = Degrees(tensor, pipeline or self.pp, self.experts)
+        tried = [replace(degrees, tensor=each) for each in range(1, MOST_DEGREE + 1)]
+        works = [each.tensor for each in tried if self._obstacle(each) is None]
+        if tensor not in works:
+            use = f"use {' or '.join(map(str, works))}" if works else f"lower {pp_flag}"
+            raise ConfigError(f"{tp_flag} {tensor} {self._obstacle(degrees)}: {use}")
+
+    def _obstacle(self, degrees: Degrees) -> str | None:
+        """Tell what does not divide. None: such workers are possible."""
+        worker = f"with {degrees.pipeline} stages makes workers of {degrees.ranks} GPUs"
+        if not self.model.shares_evenly(degrees):
+            parts = [f"{self.model.heads} query heads", *([] if self.model.latent else [f"{self.model.kv_heads} KV heads"])]
+            parts += [f"{count} experts" for count in self.model.experts if self.experts]
+            return f"does not divide the {' and '.join(parts)} of {self.model.name} into equal ranks"
+        if degrees.ranks > self.gpus:
+            return f"{worker}, and there are {self.gpus} (--gpus)"
+        if not self.fills_nodes(degrees):
+            return f"{worker}, which do not fill nodes of {self.gpus_per_node} GPUs (--gpus-per-node) evenly"
+        return None
+
+    def fills_nodes(self, degrees: Degrees) -> bool:
+        """Tell whether workers lie evenly on nodes: several on one node, or one on several whole nodes, and so do stages."""
+        return all(
+            self.gpus_per_node % count == 0 or count % self.gpus_per_node == 0 for count in (degrees.tensor, degrees.ranks)
+        )
+
+    def degrees(self, tp: int) -> Degrees:
+        """Return the degrees of a worker with stages of `tp` GPUs."""
+        return Degrees(tp, self.pp, self.experts)
+
+    def prefill_degrees(self, tp: int) -> Degrees:
+        """Return the degrees of a prefill worker beside workers with stages of `tp` GPUs."""
+        return Degrees(self.prefill_tp or tp, self.prefill_pp or self.pp, self.experts)
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """The bytes a second that one node sends to others."""
+        return node_link(self.node_link)
 
     @property
     def weight_scheme(self) -> str:
@@ -180,9 +239,10 @@ class CapacityQuestion:
         """US dollars for one GPU and hour, or None if no price is given."""
         return self.gpu.price_per_hour if self.price_per_hour is None else self.price_per_hour
 
-    def link_of(self, tp: int) -> LinkSpec:
-        """Return the link of a worker of `tp` GPUs."""
+    def link_of(self, gpus: int) -> LinkSpec:
+        """Return the link over which KV goes to or from a worker of so many GPUs."""
         if self.link is not None:
-            return link(self.link, self.gpu, tp)
-        name = "400gbe" if self.gpus > 8 else "nvlink" if self.gpu.nvlink_bytes_per_s else "pcie"
-        return link(name, self.gpu, tp)
+            return link(self.link, self.gpu, gpus)
+        if self.gpus > self.gpus_per_node:
+            return LinkSpec(self.node_link, self.node_bytes_per_s)
+        return link("nvlink" if self.gpu.nvlink_bytes_per_s else "pcie", self.gpu, gpus)

@@ -1,7 +1,8 @@
 """One pool or two: the split of the workers, the slowest link with which two pools win, the bottleneck, and its remedies. Pure.
 
 The goodput of P prefill and D decode workers is min(P * prefill rate, D * decode rate). Two pools are recommended where it
-is more than `MARGIN` above that of the same workers colocated: a smaller gain is within the error of the model.
+is more than `MARGIN` above that of the same GPUs colocated: a smaller gain is within the error of the model. Colocated workers
+have the degrees of decode workers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 
 from pdserve.capacity.devices import MOST_LINK_BYTES
 from pdserve.capacity.placements import PlacementRate, colocated_rate, decode_rate, prefill_rate
-from pdserve.capacity.worker_speed import WorkerSpeed
+from pdserve.capacity.worker_speed import WorkerSpeed, last_true
 
 MARGIN: Final = 1.05
 _MORE_GPUS: Final = "give workers more GPUs (--tensor-parallel-size; served with --engine vllm)"
@@ -44,7 +45,7 @@ class CapacityVerdict:
     disaggregate: bool
     reason: str
     split: CapacitySplit | None
-    """The best two pools. None: there are fewer than two workers."""
+    """The best two pools. None: the GPUs do not make a worker of each."""
     ideal_prefill_per_decode: float | None
     """Prefill workers for each decode worker at which both pools are full. None: one of the two pools serves nothing."""
     colocated_requests_per_s: float
@@ -56,30 +57,65 @@ class CapacityVerdict:
     lever: str
 
 
-def best_split(workers: int, prefill: float, decode: float) -> CapacitySplit | None:
-    """Return the split with the highest goodput. prefill, decode: requests a second of one worker. None: too few workers."""
-    if workers < 2:
+@dataclass(frozen=True, slots=True)
+class TwoPools:
+    """A prefill and a decode worker as they are in two pools. Both may be the same."""
+
+    prefill: WorkerSpeed
+    decode: WorkerSpeed
+
+    @property
+    def equal(self) -> bool:
+        """Tell whether the workers of both pools have the same degrees."""
+        return self.prefill.degrees == self.decode.degrees
+
+    def rates(self, link_bytes_per_s: float) -> tuple[PlacementRate, PlacementRate]:
+        """Return the rates of a prefill and of a decode worker."""
+        return (
+            prefill_rate(self.prefill, link_bytes_per_s),
+            decode_rate(self.decode, link_bytes_per_s, self.prefill),
+        )
+
+    def split(self, link_bytes_per_s: float) -> CapacitySplit | None:
+        """Return the best split of the GPUs with this link. None: they do not make a worker of each pool."""
+        prefill, decode = (rate.requests_per_s for rate in self.rates(link_bytes_per_s))
+        return best_split(self.decode.question.gpus, prefill, decode, self.prefill.gpus, self.decode.gpus)
+
+
+def best_split(gpus: int, prefill: float, decode: float, prefill_gpus: int = 1, decode_gpus: int = 1) -> CapacitySplit | None:
+    """Return the split with the highest goodput. None: the GPUs do not make one worker of each pool.
+
+    prefill, decode: requests a second of one worker. prefill_gpus, decode_gpus: GPUs of one worker.
+    """
+    most = (gpus - decode_gpus) // prefill_gpus
+    if most < 1:
         return None
-    ideal = workers * decode / (prefill + decode) if prefill + decode else workers / 2
-    near = {min(max(1, count), workers - 1) for count in (math.floor(ideal), math.ceil(ideal))}
-    splits = [CapacitySplit(count, workers - count, min(count * prefill, (workers - count) * decode)) for count in sorted(near)]
+
+    def beside(count: int) -> int:
+        return (gpus - count * prefill_gpus) // decode_gpus
+
+    # With more prefill workers their pool serves more and the other one less: the best is where the two cross.
+    crossing = last_true(most, lambda count: count * prefill <= beside(count) * decode) if prefill + decode else most // 2
+    near = {min(max(1, count), most) for count in (crossing, crossing + 1)}
+    splits = [CapacitySplit(count, beside(count), min(count * prefill, beside(count) * decode)) for count in sorted(near)]
     return max(splits, key=lambda split: split.requests_per_s)
 
 
-def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> CapacityVerdict:
-    """Return the verdict for this many equal workers whose links have this rate."""
-    prefill, decode = prefill_rate(worker, link_bytes_per_s), decode_rate(worker, link_bytes_per_s)
+def judge(pools: TwoPools, link_bytes_per_s: float) -> CapacityVerdict:
+    """Return the verdict for the question's GPUs as workers whose links have this rate."""
+    worker, workers = pools.decode, pools.decode.question.gpus // pools.decode.gpus
+    prefill, decode = pools.rates(link_bytes_per_s)
     colocated = colocated_rate(worker)
     together = workers * colocated.requests_per_s
-    split = best_split(workers, prefill.requests_per_s, decode.requests_per_s)
+    split = pools.split(link_bytes_per_s)
     apart = split.requests_per_s if split else 0.0
-    even = break_even(worker, workers, together)
+    even = break_even(pools, together)
     wins = apart > together * MARGIN
     constraint = _constraint(worker, prefill, decode, split) if wins or not together else colocated.bound
     both = prefill.requests_per_s > 0 and decode.requests_per_s > 0
     return CapacityVerdict(
         disaggregate=wins,
-        reason=_reason(worker, workers, apart, together, even, link_bytes_per_s, constraint),
+        reason=_reason(pools, split, together, even, link_bytes_per_s, constraint),
         split=split,
         ideal_prefill_per_decode=decode.requests_per_s / prefill.requests_per_s if both else None,
         colocated_requests_per_s=together,
@@ -90,24 +126,23 @@ def judge(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> Capacit
     )
 
 
-def goodput_apart(worker: WorkerSpeed, workers: int, link_bytes_per_s: float) -> float:
+def goodput_apart(pools: TwoPools, link_bytes_per_s: float) -> float:
     """Return the goodput of the best two pools with this link, requests a second."""
-    rates = prefill_rate(worker, link_bytes_per_s).requests_per_s, decode_rate(worker, link_bytes_per_s).requests_per_s
-    split = best_split(workers, *rates)
+    split = pools.split(link_bytes_per_s)
     return split.requests_per_s if split else 0.0
 
 
-def break_even(worker: WorkerSpeed, workers: int, together: float) -> float | None:
+def break_even(pools: TwoPools, together: float) -> float | None:
     """Return the slowest link with which two pools serve at least `together` requests a second. None: no link is enough.
 
     A faster link never lowers the goodput of two pools, so the rate is bisected, on a logarithmic scale.
     """
     low, high = 0.0, math.log(MOST_LINK_BYTES)
-    if workers < 2 or not together or goodput_apart(worker, workers, MOST_LINK_BYTES) < together:
+    if not together or goodput_apart(pools, MOST_LINK_BYTES) < together:
         return None
     for _ in range(50):
         middle = (low + high) / 2
-        if goodput_apart(worker, workers, math.exp(middle)) < together:
+        if goodput_apart(pools, math.exp(middle)) < together:
             low = middle
         else:
             high = middle
@@ -125,15 +160,17 @@ def _constraint(worker: WorkerSpeed, prefill: PlacementRate, decode: PlacementRa
 
 
 def _reason(
-    worker: WorkerSpeed, workers: int, apart: float, together: float, even: float | None, link_bytes_per_s: float, bound: str
+    pools: TwoPools, split: CapacitySplit | None, together: float, even: float | None, link_bytes_per_s: float, bound: str
 ) -> str:
-    question = worker.question
-    if not worker.memory.fits:
-        need = worker.memory.weights_bytes + worker.memory.activation_bytes
-        return f"the model does not fit: a worker needs {need / 1e9:.0f} GB and has {worker.memory.usable_bytes / 1e9:.0f} GB"
+    question = pools.decode.question
+    apart = split.requests_per_s if split else 0.0
+    for one in (pools.decode, pools.prefill):
+        if not one.memory.fits:
+            need = one.memory.weights_bytes + one.memory.activation_bytes
+            return f"the model does not fit: a worker needs {need / 1e9:.0f} GB and has {one.memory.usable_bytes / 1e9:.0f} GB"
     if not apart and not together:
-        return f"no placement meets both targets ({_alone(worker)}); {bound} binds"
-    if workers < 2:
+        return f"no placement meets both targets ({_alone(pools)}); {bound} binds"
+    if split is None:
         return "two pools need two workers, and these GPUs make one"
     if not together:
         return f"only two pools meet both targets: --tpot {question.tpot_s:g} s leaves no room for prompts beside decodes"
@@ -151,8 +188,8 @@ def _reason(
     )
 
 
-def _alone(worker: WorkerSpeed) -> str:
+def _alone(pools: TwoPools) -> str:
     """Return the times of a request that is alone."""
-    question = worker.question
-    step = worker.decode_s(1, question.isl + question.osl)
-    return f"alone, a prompt takes {worker.prefill_s(question.isl):.3g} s and a token {step:.3g} s"
+    question = pools.decode.question
+    step = pools.decode.decode_s(1, question.isl + question.osl)
+    return f"alone, a prompt takes {pools.prefill.prefill_s(question.isl):.3g} s and a token {step:.3g} s"

@@ -66,7 +66,7 @@ class Whole(click.ParamType[int]):
 UINT32: Final = Whole(32)
 PORT: Final = click.IntRange(0, 65535)
 POSITIVE: Final = click.IntRange(min=1)
-DEGREE: Final = click.IntRange(1, 8)
+DEGREE: Final = click.IntRange(1, 64)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)
 NOT_NEGATIVE: Final = click.IntRange(min=0)
 PLACEMENTS: Final = click.Choice([placement.value for placement in Placement])

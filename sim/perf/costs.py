@@ -5,14 +5,18 @@ step = base + prompt_token_s * prompt tokens + prompt_pair_s * pairs + decode_s 
 base = the larger of prompt_base_s and decode_base_s, if the step has both parts: weights are read once
 pairs = for each prompt token, the tokens that it attends to; context = for each decode, the tokens whose KV it reads
 ```
-The presets are least-squares fits of relative errors. `tests/clustersim` repeats the fits where the tables are there.
+The presets are least-squares fits of relative errors. `tests/clustersim` repeats the fits where the tables are there. For a
+gang there are no measurements to fit: `GangCosts` takes its times from the formulas of `pdserve capacity`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
+from pdserve.capacity.worker_speed import WorkerSpeed, roofline_s
+from pdserve.core.errors import ConfigError
 from pdserve.core.step_plan import StepPlan
 
 
@@ -44,16 +48,10 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
+class WorkerCosts(ABC):
     """The costs of one kind of worker, and the KV that it has room for."""
 
     name: str
-    prompt_base_s: float
-    prompt_token_s: float
-    prompt_pair_s: float
-    decode_base_s: float
-    decode_s: float
-    context_token_s: float
     kv_bytes_per_token: int
     kv_tokens: int
     """The number of tokens whose KV fits the pool."""
@@ -64,6 +62,35 @@ class CostModel:
     def family(self) -> str:
         """The name of the model, without the factor of `scaled`. Workers of one family serve one model."""
         return self.name.partition(" ")[0]
+
+    @abstractmethod
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of one step."""
+
+    @abstractmethod
+    def steps_s(self, work: StepWork, steps: int) -> float:
+        """Return the seconds of `steps` steps that begin with `work`, in each of which every decode's context grows by one."""
+
+    def prompt_s(self, tokens: int, cached: int = 0) -> float:
+        """Return the seconds of one step that computes a prompt of `tokens`, of which the first `cached` have their KV."""
+        count = tokens - cached
+        return self.step_s(StepWork(count, count * cached + count * (count + 1) // 2))
+
+    def transfer_s(self, tokens: int) -> float:
+        """Return the seconds in which the KV of `tokens` passes an otherwise idle network."""
+        return tokens * self.kv_bytes_per_token / self.transfer_bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel(WorkerCosts):
+    """Costs that are linear in what a step computes."""
+
+    prompt_base_s: float
+    prompt_token_s: float
+    prompt_pair_s: float
+    decode_base_s: float
+    decode_s: float
+    context_token_s: float
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of one step."""
@@ -76,19 +103,47 @@ class CostModel:
         growth = work.decodes * steps * (steps - 1) // 2
         return steps * self.step_s(work) + self.context_token_s * growth
 
-    def prompt_s(self, tokens: int, cached: int = 0) -> float:
-        """Return the seconds of one step that computes a prompt of `tokens`, of which the first `cached` have their KV."""
-        count = tokens - cached
-        return self.step_s(StepWork(count, count * cached + count * (count + 1) // 2))
-
-    def transfer_s(self, tokens: int) -> float:
-        """Return the seconds in which the KV of `tokens` passes an otherwise idle network."""
-        return tokens * self.kv_bytes_per_token / self.transfer_bytes_s
-
     def scaled(self, factor: float) -> CostModel:
         """Return the costs of a worker whose steps take `factor` times as long."""
         names = ("prompt_base_s", "prompt_token_s", "prompt_pair_s", "decode_base_s", "decode_s", "context_token_s")
         return replace(self, name=f"{self.name} x {factor:g}", **{name: factor * getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class GangCosts(WorkerCosts):
+    """The costs of a worker with degrees, by the formulas of `pdserve capacity`."""
+
+    worker: WorkerSpeed
+
+    @classmethod
+    def of(cls, worker: WorkerSpeed, link_bytes_per_s: float) -> Self:
+        """Return the costs of this worker with a link of this rate.
+
+        Raises `ConfigError` for stages: a simulated engine computes one batch at a time.
+        """
+        if worker.lanes > 1:
+            raise ConfigError(f"pipeline_parallel_size {worker.lanes}: the cluster simulator has no stages; use 1")
+        question, token_bytes = worker.question, worker.kv_bytes(1)
+        kv_tokens = int(worker.room_bytes / token_bytes)
+        link_share = question.shares.link
+        return cls(question.model.name, round(token_bytes), kv_tokens, link_bytes_per_s * link_share, worker)
+
+    def step_s(self, work: StepWork) -> float:
+        """Return the seconds of one step. Windows of attention do not shorten prompts here."""
+        worker, tokens, pairs = self.worker, work.prompt_tokens, work.prompt_pairs
+        context = round(work.context_tokens / max(1, work.decodes)) + 1
+        if not tokens:
+            return worker.decode_s(work.decodes, context) if work.decodes else 0.0
+        pair_flops = sum([prompt * pairs for _, prompt, _ in worker.flops.pairs])
+        if work.decodes:
+            return worker.beside_s(work.decodes, context, tokens, pair_flops)
+        flops = worker.token_flops(tokens) * tokens + worker.flops.row + pair_flops
+        return roofline_s(worker.weights_bytes(tokens), flops, worker.bytes_per_s, worker.flops_per_s) + worker.links_s(tokens)
+
+    def steps_s(self, work: StepWork, steps: int) -> float:
+        """Return the seconds of `steps` steps that begin with `work`. The contexts of all of them are those in the middle."""
+        grown = work.context_tokens + work.decodes * (steps - 1) // 2
+        return steps * self.step_s(replace(work, context_tokens=grown))
 
 
 _LLAMA2_70B_KV: Final = 2 * 80 * 8 * 128 * 2

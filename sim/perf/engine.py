@@ -19,7 +19,7 @@ from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
 from sim.perf.clock import Clock
-from sim.perf.costs import CostModel, StepWork, work_of
+from sim.perf.costs import StepWork, WorkerCosts, work_of
 
 EOS: Final = 0
 GUESS: Final = 1
@@ -76,7 +76,7 @@ class PerfEngine:
     def __init__(
         self,
         clock: Clock,
-        costs: CostModel,
+        costs: WorkerCosts,
         publish: Callable[[StepEvents], None],
         *,
         num_blocks: int,

@@ -23,7 +23,7 @@ from pdserve.worker.messages import Abort, Activate, AddLent, Lent, Reserve, Res
 from pdserve.worker.prefix_log import PrefixCursor, PrefixLog
 from router.core import events as ev
 from sim.perf.clock import Clock
-from sim.perf.costs import CostModel
+from sim.perf.costs import WorkerCosts
 from sim.perf.engine import PerfEngine
 from sim.perf.transfer import PerfLease, PerfNetwork, PerfPull
 
@@ -36,7 +36,7 @@ Tell = Callable[[ev.WorkerEvent], None]
 class PerfWorkerShape:
     """The sizes and costs of one worker. `kv_tokens` None: the number of the cost model."""
 
-    costs: CostModel
+    costs: WorkerCosts
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 1 << 17

@@ -19,4 +19,4 @@ def ask(model: str = "llama-3-8b", gpu: str = "h100-sxm", **rest: Any) -> Capaci
 
 def worker_of(question: CapacityQuestion, tp: int = 1) -> WorkerSpeed:
     """Return one worker of the question."""
-    return WorkerSpeed(question, tp)
+    return WorkerSpeed(question, question.degrees(tp))

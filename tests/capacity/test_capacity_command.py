@@ -60,9 +60,13 @@ def test_json_has_the_question_and_every_result() -> None:
 @pytest.mark.parametrize(
     ("flags", "path", "value"),
     [
-        (("--tp", "2"), ("tp",), 2),
-        (("--tensor-parallel-size", "2"), ("tp",), 2),
-        (("-tp", "2"), ("tp",), 2),
+        (("--tp", "2"), ("degrees", "tensor"), 2),
+        (("--tensor-parallel-size", "2"), ("degrees", "tensor"), 2),
+        (("-tp", "2"), ("degrees", "tensor"), 2),
+        (("--pipeline-parallel-size", "2"), ("degrees", "pipeline"), 2),
+        (("-pp", "2"), ("degrees", "pipeline"), 2),
+        (("--prefill-tensor-parallel-size", "4"), ("prefill_degrees", "tensor"), 4),
+        (("--prefill-pipeline-parallel-size", "4"), ("prefill_degrees", "pipeline"), 4),
         (("--kv-cache-dtype", "int8"), ("kv_bytes_per_token",), 65_536),
         (("--num-kv-heads", "4"), ("kv_bytes_per_token",), 65_536),
         (("--context", "4096"), ("room", "context"), 4096),
@@ -86,7 +90,7 @@ def test_each_flag_changes_the_answer(flags: tuple[str, ...], path: tuple[str, .
         ("--isl", "512"), ("--osl", "64"), ("--ttft", "0.2"), ("--tpot", "0.02"), ("--attainment", "0.99"),
         ("--dtype", "float32"), ("--quantization", "fp8"), ("--compute-share", "0.9"), ("--bandwidth-share", "0.9"),
         ("--link-share", "0.1"), ("--gpu-tflops", "500"), ("--gpu-bandwidth-gb-s", "2000"), ("--max-num-batched-tokens", "256"),
-        ("--gpus", "9"),
+        ("--gpus", "9"), ("--gpus-per-node", "4"), ("--prefill-tp", "2"), ("--pp", "4"),
     ],
     ids=str,
 )  # fmt: skip
@@ -98,13 +102,15 @@ def test_no_flag_is_ignored(flags: tuple[str, ...]) -> None:
     ("flag", "value", "named"),
     [
         *((flag, value, flag) for flag in (
-            "--gpus", "--tp", "--isl", "--osl", "--users", "--context", "--max-num-batched-tokens", "--num-kv-heads",
+            "--gpus", "--tp", "--pp", "--prefill-tp", "--prefill-pp", "--gpus-per-node", "--isl", "--osl", "--users",
+            "--context", "--max-num-batched-tokens", "--num-kv-heads",
         ) for value in ("0", "-1", str(10**30))),
         *((flag, value, flag) for flag in (
             "--ttft", "--tpot", "--attainment", "--price-per-hour", "--gpu-memory-utilization", "--compute-share",
             "--bandwidth-share", "--link-share", "--gpu-tflops", "--gpu-bandwidth-gb-s", "--gpu-memory-gb",
         ) for value in ("0", "-1", "nan", "inf", "1e300")),
         ("--gpu", "h900", "h100-sxm"), ("--model", "llama-9", "llama-2-70b"), ("--link", "carrier pigeon", "400gbe"),
+        ("--node-link", "carrier pigeon", "400gbe"), ("--node-link", "nvlink", "400gbe"),
         ("--dtype", "int3", "bfloat16"), ("--quantization", "int3", "fp8"), ("--kv-cache-dtype", "int3", "fp8_e4m3"),
         ("--tp", "3", "32 query heads"), ("--num-kv-heads", "16", "8 KV heads"), ("--isl", "200000", "131072 positions"),
         ("--osl", "1", "at least 2"), ("--tp", "16", "--tp"),

@@ -24,7 +24,7 @@ from pdserve.capacity.placements import (
     transfer_s,
 )
 from pdserve.capacity.question import CapacityQuestion
-from pdserve.capacity.verdict import LEVERS, best_split, goodput_apart, judge
+from pdserve.capacity.verdict import LEVERS, TwoPools, best_split, goodput_apart, judge
 from tests.capacity.questions import FLOORS, ask, worker_of
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=30)
@@ -74,14 +74,17 @@ def test_a_transfer_is_bytes_by_rate_and_chunks_hide_most_of_it() -> None:
     assert exposed_s(chunked, 1e9) == pytest.approx(slow - chunked.prefill_s(8192) * 7 / 8)  # the link falls behind
 
 
-@given(st.integers(2, 1000), st.floats(0.01, 100), st.floats(0.01, 100))
-def test_the_split_is_the_best_of_all(workers: int, prefill: float, decode: float) -> None:
-    split = best_split(workers, prefill, decode)
+@given(st.integers(1, 1000), st.floats(0.01, 100), st.floats(0.01, 100), st.integers(1, 16), st.integers(1, 16))
+def test_the_split_is_the_best_of_all(gpus: int, prefill: float, decode: float, own: int, other: int) -> None:
+    """Also where the workers of the two pools have different numbers of GPUs."""
+    split = best_split(gpus, prefill, decode, own, other)
+    counts = [(count, (gpus - count * own) // other) for count in range(1, gpus // own + 1) if gpus - count * own >= other]
+    if not counts:
+        assert split is None
+        return
     assert split is not None
-    assert split.prefill + split.decode == workers
-    best = max(min(count * prefill, (workers - count) * decode) for count in range(1, workers))
-    assert split.requests_per_s == pytest.approx(best)
-    assert best_split(1, prefill, decode) is None
+    assert split.prefill * own + split.decode * other <= gpus
+    assert split.requests_per_s == max(min(one * prefill, two * decode) for one, two in counts)
 
 
 QUESTIONS = st.fixed_dictionaries(
@@ -95,6 +98,11 @@ QUESTIONS = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([512, 2048, 8192]),
     }
 )
+
+
+def equal_pools(question: CapacityQuestion) -> TwoPools:
+    """Two pools of workers with one GPU."""
+    return TwoPools(worker_of(question), worker_of(question))
 
 
 def rates(question: CapacityQuestion, link: float = 25e9) -> tuple[float, ...]:
@@ -137,8 +145,8 @@ def test_a_better_gpu_never_serves_less(case: dict[str, Any], times: float) -> N
 def test_a_faster_link_never_serves_less(case: dict[str, Any], link: float, times: float) -> None:
     question = ask(**case)
     assert_no_less(rates(question, link * times), rates(question, link))
-    worker = worker_of(question)
-    assert goodput_apart(worker, 8, link * times) >= goodput_apart(worker, 8, link) * (1 - 1e-6)
+    pools = equal_pools(question)
+    assert goodput_apart(pools, link * times) >= goodput_apart(pools, link) * (1 - 1e-6)
 
 
 @PATIENT
@@ -161,16 +169,16 @@ def test_a_rate_is_within_both_targets(case: dict[str, Any]) -> None:
 @PATIENT
 @given(QUESTIONS, st.integers(2, 64))
 def test_break_even_is_where_two_pools_serve_as_much_as_one(case: dict[str, Any], workers: int) -> None:
-    worker = worker_of(ask(**case, gpus=workers))
-    verdict = judge(worker, workers, FAST_LINK)
+    pools = equal_pools(ask(**case, gpus=workers))
+    verdict = judge(pools, FAST_LINK)
     even = verdict.break_even_bytes_per_s
     if even is None:  # one pool serves nothing, or more than two pools with any link
         together = verdict.colocated_requests_per_s
-        assert not together or goodput_apart(worker, workers, MOST_LINK_BYTES) < together
+        assert not together or goodput_apart(pools, MOST_LINK_BYTES) < together
         return
-    assert goodput_apart(worker, workers, even * 1.0001) >= verdict.colocated_requests_per_s * (1 - 1e-9)
-    assert goodput_apart(worker, workers, even / 1.001) < verdict.colocated_requests_per_s * (1 + 1e-9)
-    assert not judge(worker, workers, even / 1.01).disaggregate
+    assert goodput_apart(pools, even * 1.0001) >= verdict.colocated_requests_per_s * (1 - 1e-9)
+    assert goodput_apart(pools, even / 1.001) < verdict.colocated_requests_per_s * (1 + 1e-9)
+    assert not judge(pools, even / 1.01).disaggregate
 
 
 def strict() -> dict[str, Any]:

@@ -128,9 +128,9 @@ def test_without_a_degree_the_best_one_is_taken() -> None:
     assert degrees(ask("llama-3-405b", gpus=64)) == (1, 2, 4, 8, 16)  # eight GPUs do not hold it
     question = ask("llama-3-70b", gpus=8)
     by_degree = {tp: answer(replace(question, tp=tp)).verdict.requests_per_s for tp in (1, 2, 4, 8)}
-    assert by_degree[answer(question).tp] == max(by_degree.values())
+    assert by_degree[answer(question).degrees.tensor] == max(by_degree.values())
     assert by_degree[1] == 0  # one GPU does not hold it
-    assert answer(ask("llama-3-405b", gpus=3)).tp == 2  # no degree fits, and the answer says so
+    assert answer(ask("llama-3-405b", gpus=3)).degrees.tensor == 2  # no degree fits, and the answer says so
     assert not answer(ask("llama-3-405b", gpus=3)).memory.fits
 
 

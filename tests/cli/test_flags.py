@@ -140,7 +140,8 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
     ("arguments", "says"),
     [
         (("up", "--port", "99999"), "--http-port"),
-        (("up", "-tp", "9"), "--tensor-parallel-size"),
+        (("up", "-tp", "65"), "--tensor-parallel-size"),
+        (("up", "-tp", "9"), "tensor_parallel_size 9"),
         (("up", "--kv-cache-memory", "lots"), "--kv-cache-memory"),
         (("up", "--allowed-origins", "[*]"), "--allowed-origins"),
         (("up", "--allowed-origins", "[1]"), "error: router.allowed_origins"),

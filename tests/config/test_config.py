@@ -62,9 +62,9 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("engine.block_size=0", r"engine\.block_size must be a whole number \(at least 1\), got 0"),
         (
             "engine.tensor_parallel_size=0",
-            r"engine\.tensor_parallel_size must be a whole number \(at least 1 and at most 8\), got 0",
+            r"engine\.tensor_parallel_size must be a whole number \(at least 1 and at most 64\), got 0",
         ),
-        ("decode.engine={pipeline_parallel_size: 9}", r"decode\.engine\.pipeline_parallel_size must be .*at most 8\), got 9"),
+        ("decode.engine={pipeline_parallel_size: 9}", r"pipeline_parallel_size 9 are 9 ranks: gangs have at most 8"),
         ("engine.step_timeout_s=0", r"engine\.step_timeout_s must be a number \(over 0\), got 0"),
         ("engine.block_size=true", r"engine\.block_size must be a whole number \(at least 1\), got True"),
         ("engine.kv_cache_memory=3 parsecs", "engine.kv_cache_memory: '3 parsecs' is not a size"),
@@ -260,6 +260,11 @@ RELATIONS = [
         ["engine.backend=vllm", "engine.tensor_parallel_size=2", "engine.vllm.url=http://127.0.0.1:1"],
         ["vllm.url", "tensor_parallel_size 2", "its own command"],
     ),
+    (
+        ["engine.backend=vllm", "engine.tensor_parallel_size=16", "engine.vllm.nodes=3"],
+        ["vllm.nodes 3", "16 ranks", "use 1 or 2 or 4 or 8 or 16"],
+    ),
+    (["engine.backend=vllm", "engine.vllm={nodes: 2, url: 'http://a:1'}"], ["url", "leave out command, args and nodes"]),
     (["prefill.engine={model: tiny}"], ["prefill.engine.model and decode.engine.model"]),
     (
         ["decode.engine={quantization: int4}"],

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 @click.option("--model", required=True, metavar="NAME", help="Directory, .gguf file, Hugging Face id, or a published name.")
 @click.option("--gpu", required=True, metavar="NAME", help="A GPU by name, such as h100-sxm; a wrong name lists all.")
 @click.option("--gpus", type=int, default=8, show_default=True, help="GPUs of all workers together.")
-@click.option("--tensor-parallel-size", "-tp", "--tp", "tp", type=int, help="GPUs of one worker.  [default: the best]")
+@click.option("--tensor-parallel-size", "-tp", "--tp", "tp", type=int, help="GPUs that share a layer.  [default: the best]")
+@click.option("--pipeline-parallel-size", "-pp", "--pp", "pp", type=int, default=1, help="Stages of a worker.  [default: 1]")
+@click.option("--enable-expert-parallel", "experts", is_flag=True, help="GPUs have whole experts of a mixture.")
+@click.option("--prefill-tensor-parallel-size", "--prefill-tp", "prefill_tp", type=int, help="Another one for prefill workers.")
+@click.option(
+    "--prefill-pipeline-parallel-size", "--prefill-pp", "prefill_pp", type=int, help="Another one for prefill workers."
+)
+@click.option("--gpus-per-node", type=int, default=8, show_default=True, help="GPUs of one machine.")
+@click.option("--node-link", default="400gbe", show_default=True, metavar="NAME|RATE", help="Network of a node, all its cards.")
 @click.option("--isl", type=int, default=2048, show_default=True, metavar="TOKENS", help="Prompt tokens.")
 @click.option("--osl", type=int, default=256, show_default=True, metavar="TOKENS", help="Output tokens.")
 @click.option("--ttft", type=float, default=1.0, show_default=True, metavar="S", help="Target for the first token.")

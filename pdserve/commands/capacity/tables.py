@@ -12,7 +12,9 @@ from rich.text import Text
 from pdserve.capacity.answer import CapacityAnswer
 from pdserve.capacity.placements import PlacementRate
 from pdserve.capacity.question import CapacityQuestion
+from pdserve.capacity.worker_speed import Memory
 from pdserve.commands.tables import table
+from pdserve.core.shards import Degrees
 
 GB = 1e9
 LINE = 100  # columns of a sentence
@@ -52,9 +54,20 @@ def _head(question: CapacityQuestion, answer: CapacityAnswer) -> Iterator[str]:
     yield f"{model.name}: {model.shape.numbers / 1e9:.4g} billion parameters, {weights}"
     kv = f"KV {answer.kv_bytes_per_token:,.0f} B a token ({question.kv_bits:g} bits)"
     yield f"{kv}, {answer.kv_bytes_per_request / 1e6:,.4g} MB a prompt"
-    yield f"{question.gpus} x {gpu.title}: {_counted(answer.workers, 'worker')} of {_counted(answer.tp, 'GPU')}"
+    ranks = answer.degrees.ranks
+    yield f"{question.gpus} x {gpu.title}: {_counted(answer.workers, 'worker')} of {_counted(ranks, 'GPU')}"
+    if answer.prefill_degrees != answer.degrees:
+        yield f"Prefill workers: {_counted(answer.prefill_degrees.ranks, 'GPU')}, {_degrees(question, answer.prefill_degrees)}"
+    if answer.prefill_degrees != answer.degrees or max(question.pp, ranks // question.gpus_per_node) > 1 or question.experts:
+        yield f"{'Other' if answer.prefill_degrees != answer.degrees else 'All'} workers: {_degrees(question, answer.degrees)}"
     targets = f"TTFT {question.ttft_s:g} s and TPOT {question.tpot_s:g} s for {question.attainment:.4g} of the requests"
     yield f"{question.isl} prompt and {question.osl} output tokens; {targets}"
+
+
+def _degrees(question: CapacityQuestion, degrees: Degrees) -> str:
+    nodes = -(-degrees.ranks // question.gpus_per_node)
+    network = f"; {question.node_bytes_per_s / GB:,.4g} GB/s between nodes ({question.node_link})" if nodes > 1 else ""
+    return f"{degrees}, on {_counted(nodes, 'node')} of {_counted(question.gpus_per_node, 'GPU')}{network}"
 
 
 def _counted(count: int, what: str) -> str:
@@ -73,11 +86,21 @@ def _cost(answer: CapacityAnswer) -> str:
 
 
 def _memory(answer: CapacityAnswer) -> Table:
-    memory = answer.memory
-    made = table("Memory of a worker, GB", (), ("GPUs", "usable", "weights", "activations", "KV", "KV share"))
-    sizes = (memory.total_bytes, memory.usable_bytes, memory.weights_bytes, memory.activation_bytes, memory.kv_bytes)
-    made.add_row(*(f"{size / GB:,.1f}" for size in sizes), f"{memory.kv_bytes / memory.total_bytes:.0%}")
+    columns = ("GPUs", "usable", "weights", "activations", "KV", "KV share")
+    if answer.prefill_degrees == answer.degrees:
+        made = table("Memory of a worker, GB", (), columns)
+        made.add_row(*_sizes(answer.memory))
+        return made
+    made = table("Memory of a worker, GB", ("worker",), columns)
+    made.add_row("prefill", *_sizes(answer.prefill_memory))
+    made.add_row("decode", *_sizes(answer.memory))
     return made
+
+
+def _sizes(memory: Memory) -> Iterator[str]:
+    sizes = (memory.total_bytes, memory.usable_bytes, memory.weights_bytes, memory.activation_bytes, memory.kv_bytes)
+    yield from (f"{size / GB:,.1f}" for size in sizes)
+    yield f"{memory.kv_bytes / memory.total_bytes:.0%}"
 
 
 def _room(answer: CapacityAnswer) -> Table:
@@ -89,10 +112,17 @@ def _room(answer: CapacityAnswer) -> Table:
 
 
 def _steps(answer: CapacityAnswer) -> Table:
-    made = table("Decode steps of a worker", (), ("batch", "ms a step", "tokens/s", "bound by", "KV fits"))
+    made = table("Decode steps of a worker", (), ("batch", "ms a step", "between GPUs", "tokens/s", "bound by", "KV fits"))
     for step in answer.steps:
         fits = "yes" if step.fits else "no"
-        made.add_row(str(step.batch), f"{step.step_s * 1e3:.2f}", f"{step.tokens_per_s:,.0f}", step.bound, fits)
+        made.add_row(
+            str(step.batch),
+            f"{step.step_s * 1e3:.2f}",
+            f"{step.links_s * 1e3:.2f}",
+            f"{step.tokens_per_s:,.0f}",
+            step.bound,
+            fits,
+        )
     return made
 
 

@@ -3,4 +3,4 @@
 Only interfaces that vLLM publishes are used: the flags of its server, `/inference/v1/generate`, `/metrics`, `/health`,
 `/version` and `/v1/models`. Nothing of vLLM is imported."""
 
-__all__ = ["attached", "client", "engine", "guard", "kv_events", "metrics", "requests", "server"]
+__all__ = ["attached", "client", "engine", "follower", "guard", "kv_events", "metrics", "requests", "server"]

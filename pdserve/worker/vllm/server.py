@@ -41,9 +41,16 @@ KV_LEASE_S: Final = 30
 """vLLM keeps the KV of a prompt so long for a reader that does not come. It is vLLM's default; our lease ends before."""
 OLDEST: Final = (0, 32)
 """The release of which the answers are known (docs/design/0086-what-a-vllm-pair-does.md)."""
-OUR_FLAGS: Final = ("--host", "--kv-events-config", "--kv-transfer-config", "--model", "--port", "--served-model-name", "--uds")
-"""The flags by which a worker finds its server, and by which a server finds its pair."""
+OUR_FLAGS: Final = (
+    "--headless", "--host", "--kv-events-config", "--kv-transfer-config", "--master-addr", "--master-port", "--model",
+    "--nnodes", "--node-rank", "--port", "--served-model-name", "--uds",
+)  # fmt: skip
+"""The flags by which a worker finds its server, by which a server finds its pair, and its nodes each other."""
 MODULE: Final = "vllm.entrypoints.openai.api_server"
+CLI: Final = "vllm.entrypoints.cli.main"
+"""The module of `vllm serve`, which alone has --headless."""
+NODES_PORT: Final = 29501
+"""The nodes of a server meet at this port of the first one. It is vLLM's default; each node's machine or pod has one server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +86,12 @@ class VllmServer:
             if config.engine.enable_prefix_caching:
                 self.events = f"tcp://{LOOPBACK}:{events_port}"
             command += _flags(config.engine, role, directory, port) + _events_flags(self.events)
+            command += _node_flags(config.engine, 0, config.advertise_host or config.host)
             self._side = config.advertise_host or config.host, side_port
             try:
-                self._popen = _start(command, _environment(config, side_port))
+                public = config.allow_public_bind
+                environment = environment_of(config.engine, config.host, self._side, public=public)
+                self._popen = _start(command, environment)
             except ConfigError:
                 self._free_ports()
                 raise
@@ -235,6 +245,30 @@ def _flags(engine: EngineConfig, role: str, directory: Path, port: int) -> list[
     ]
 
 
+def _node_flags(engine: EngineConfig, rank: int, first: str) -> list[str]:
+    """Return the flags by which the nodes of a server find each other. `first` is the address of the one with rank 0."""
+    if engine.vllm.nodes == 1:
+        return []
+    return [
+        *("--nnodes", str(engine.vllm.nodes)),
+        *("--node-rank", str(rank)),
+        *("--master-addr", first),
+        *("--master-port", str(NODES_PORT)),
+    ]
+
+
+def follower_command(engine: EngineConfig, role: str, directory: Path, rank: int, first: str) -> list[str]:
+    """Return the command that runs on each further node of a server whose worker is on another one.
+
+    It has the flags of the first node, but serves no HTTP. rank: 1 to `vllm.nodes` - 1. first: the address of the worker's
+    node.
+    """
+    command = _command(engine)
+    if command[-1] == MODULE:
+        command = [*command[:-1], CLI, "serve"]
+    return [*command, "--headless", *_flags(engine, role, directory, 0), *_node_flags(engine, rank, first)]
+
+
 def _events_flags(endpoint: str) -> list[str]:
     """Return the flags with which a server tells of its shared blocks. It connects to an address without a wildcard, and the
     worker listens there."""
@@ -254,14 +288,17 @@ def computes_on_cpu(engine: EngineConfig) -> bool:
     return engine.device == "cpu" or (engine.device == "auto" and not NVIDIA.exists())
 
 
-def _environment(config: WorkerConfig, side_port: int) -> dict[str, str]:
-    """Return the environment of a server. It opens no port beyond loopback unless the settings of the worker do."""
-    engine = config.engine
-    exposure = exposure_of(config.host, allow_public=config.allow_public_bind)
+def environment_of(engine: EngineConfig, host: str, side: tuple[str, int], *, public: bool) -> dict[str, str]:
+    """Return the environment of a server. It opens no port beyond loopback unless the settings of the worker do.
+
+    host: the address of its machine. side: where it listens for the readers of its KV. public: `host` may be one that others
+    reach.
+    """
+    exposure = exposure_of(host, allow_public=public)
     ours = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": config.advertise_host or config.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-        "VLLM_HOST_IP": config.host,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": side[0],
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side[1]),
+        "VLLM_HOST_IP": host,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -335,7 +372,7 @@ def check_settings(engine: EngineConfig) -> None:
         flag = argument.partition("=")[0].replace("_", "-")  # as vLLM reads it, which also takes the beginning of a name
         if flag.startswith("--data-parallel"):
             raise ConfigError(f"engine.vllm.args: {argument}: a worker drives one engine; start more workers instead")
-        if engine.ranks > 1 and flag.startswith(("--tensor", "--pipeline", "-tp", "-pp")):
+        if engine.degrees.ranks > 1 and flag.startswith(("--tensor", "--pipeline", "-tp", "-pp")):
             raise ConfigError(f"engine.vllm.args: {argument}: {engine.gang}, as engine says already; leave one of the two out")
         if len(flag) > 2 and any(ours.startswith(flag) for ours in OUR_FLAGS):
             raise ConfigError(
