@@ -1,4 +1,4 @@
-"""What the limits of each role cost, on a simulated cluster: the measurements behind the defaults of prefill and decode workers.
+"""The cost of each role's limits on a simulated cluster: the measurements behind the defaults of prefill and decode workers.
 
 `python -m bench.roles [--requests N]` finds the goodput of one prefill and one decode worker for variations of one limit at a
 time, with the production core and schedulers and modelled steps (docs/design/0033). The same seed gives the same figures on
@@ -60,9 +60,13 @@ class RoleCase:
     alive: int = 8
 
 
+ON_CORE: Final = SloClass("default", ttft_s=2.0, tpot_s=0.05)
+ON_GPU: Final = SloClass("default", ttft_s=1.0, tpot_s=0.03)
 CASES: Final = (
-    RoleCase("SmolLM2-135M, a core for each worker", "cpu", CORE, 600, 60, SloClass("default", ttft_s=2.0, tpot_s=0.05)),
-    RoleCase("Llama-3.1-8B, an H100 for each worker", "cuda", H100, 3000, 300, SloClass("default", ttft_s=1.0, tpot_s=0.03)),
+    RoleCase("SmolLM2-135M, a core for each worker, 600 + 60 tokens", "cpu", CORE, 600, 60, ON_CORE),
+    RoleCase("SmolLM2-135M, a core for each worker, 60 + 120 tokens", "cpu", CORE, 60, 120, ON_CORE, cached=0.0),
+    RoleCase("Llama-3.1-8B, an H100 for each worker, 3,000 + 300 tokens", "cuda", H100, 3000, 300, ON_GPU),
+    RoleCase("Llama-3.1-8B, an H100 for each worker, 300 + 500 tokens", "cuda", H100, 300, 500, ON_GPU, cached=0.0),
 )
 
 
@@ -146,7 +150,7 @@ def goodput_of(case: RoleCase, variation: Variation, count: int) -> float:
 def main() -> None:
     """Print a table for each device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=400, help="the requests of each run")
+    parser.add_argument("--requests", type=int, default=300, help="the requests of each run")
     args = parser.parse_args()
     console = Console()
     for case in CASES:
