@@ -51,7 +51,7 @@ def render(config: ClusterConfig, *, image: str, name: str, prometheus: str, mat
             raise ConfigError(f"{role}.max_replicas must be set: KEDA would add pods without a limit")
     if config.prefill.most and not config.prefill.least:
         raise ConfigError("prefill.min_replicas must be at least 1: an empty pool is never busy, so KEDA would never start it")
-    for limit in ("max_workers", "max_gpus", "max_price_per_hour"):
+    for limit in ("max_workers", "max_cpus", "max_gpus", "max_price_per_hour"):
         if getattr(config.autoscaling, limit) is not None:
             raise ConfigError(f"autoscaling.{limit}: KEDA knows no limit of both pools together; set max_replicas of each")
     config = on_kubernetes(config, name)

@@ -436,6 +436,7 @@ class PoolCost:
 
     min_replicas: int
     replicas: int
+    cpus: float
     gpus: float
     price_per_hour: float
 
@@ -454,6 +455,8 @@ class AutoscalingConfig:
     attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.99
     # The most workers of both pools together, starting and leaving workers included. None sets no such limit.
     max_workers: PositiveInt | None = None
+    # The same for the CPUs that they reserve (`num_cpus` of the pools, for each rank of a worker).
+    max_cpus: NonNegativeFloat | None = None
     # The same for the GPUs that they reserve (`num_gpus` of the pools).
     max_gpus: NonNegativeFloat | None = None
     # The most that all workers may cost in an hour (`price_per_hour` of the pools), in any currency.
@@ -468,10 +471,8 @@ class AutoscalingConfig:
         """Check that the smallest pools and the configured pools respect the limits of both together. Raises `ConfigError`."""
         for name in ("min_replicas", "replicas"):
             counts = [min(getattr(pool, name), 1 << 53) for pool in (prefill, decode)]  # a larger number has no float
-            gpus = prefill.gpus * counts[0] + decode.gpus * counts[1]
-            price = prefill.price_per_hour * counts[0] + decode.price_per_hour * counts[1]
-            for limit, amount in (("max_workers", sum(counts)), ("max_gpus", gpus), ("max_price_per_hour", price)):
-                most = getattr(self, limit)
+            for limit, most, cost in self._costs(prefill, decode):
+                amount = cost[0] * counts[0] + cost[1] * counts[1]
                 if most is not None and amount > most:
                     raise ConfigError(
                         f"autoscaling.{limit} is {most:g}, but prefill.{name} ({counts[0]}) and decode.{name} ({counts[1]}) "
@@ -480,8 +481,16 @@ class AutoscalingConfig:
 
     def limits(self, pool: PoolCost) -> bool:
         """Tell whether a limit of both pools together limits this pool."""
-        costs = ((self.max_workers, 1.0), (self.max_gpus, pool.gpus), (self.max_price_per_hour, pool.price_per_hour))
-        return any(most is not None and cost > 0 for most, cost in costs)
+        return any(most is not None and cost > 0 for _, most, (cost, _) in self._costs(pool, pool))
+
+    def _costs(self, prefill: PoolCost, decode: PoolCost) -> tuple[tuple[str, float | None, tuple[float, float]], ...]:
+        """Return the name of each limit, its value, and what one worker of each pool takes of it."""
+        return (
+            ("max_workers", self.max_workers, (1.0, 1.0)),
+            ("max_cpus", self.max_cpus, (prefill.cpus, decode.cpus)),
+            ("max_gpus", self.max_gpus, (prefill.gpus, decode.gpus)),
+            ("max_price_per_hour", self.max_price_per_hour, (prefill.price_per_hour, decode.price_per_hour)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,11 +559,6 @@ class PoolConfig:
     def offered(self) -> int:
         """A private Ray has room for so many workers of the pool."""
         return self.replicas if self.max_replicas is None else self.max_replicas
-
-    @property
-    def cost(self) -> PoolCost:
-        """The sizes that are configured, and what one worker costs."""
-        return PoolCost(self.least, self.replicas, self.num_gpus, self.price_per_hour)
 
 
 def _check_gpus(name: str, gpus: int | None, num_gpus: float, engine: EngineConfig) -> None:
@@ -649,7 +653,7 @@ class ClusterConfig:
 
     def _check_autoscaling(self) -> None:
         """Check what the planner may do against what the cluster is. Raises `ConfigError`."""
-        self.autoscaling.check_affordable(self.prefill.cost, self.decode.cost)
+        self.autoscaling.check_affordable(self.cost_of(self.prefill), self.cost_of(self.decode))
         if self.router.placement == "disaggregated" and not self.prefill.least:
             raise ConfigError("router.placement is disaggregated, so prefill.min_replicas must be at least 1")
         if self.slo_class not in self.router.classes():
@@ -657,6 +661,11 @@ class ClusterConfig:
             raise ConfigError(f"autoscaling.slo_class {self.slo_class!r} is none of {known}")
         if self.autoscaling.enabled and self.unlimited:
             raise ConfigError(f"autoscaling.enabled: {self.unlimited}")
+
+    def cost_of(self, pool: PoolConfig) -> PoolCost:
+        """Return the sizes of a pool that are configured, and what one of its workers costs with all its ranks."""
+        cpus = pool.num_cpus * self.engine_for(pool).ranks
+        return PoolCost(pool.least, pool.replicas, cpus, pool.num_gpus, pool.price_per_hour)
 
     @property
     def slo_class(self) -> str:
@@ -668,7 +677,7 @@ class ClusterConfig:
         """The reason why the planner may not decide: nothing limits a pool. Empty: every pool has a limit."""
         for name in ("prefill", "decode"):
             pool = getattr(self, name)
-            if pool.most >= MOST_WORKERS and not self.autoscaling.limits(pool.cost):
+            if pool.most >= MOST_WORKERS and not self.autoscaling.limits(self.cost_of(pool)):
                 return f"nothing limits the pool; set {name}.max_replicas or autoscaling.max_workers"
         return ""
 

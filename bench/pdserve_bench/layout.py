@@ -16,11 +16,24 @@ class Layout:
     """The most tokens of a step (`max_num_batched_tokens`), in every worker that computes prompts."""
     max_num_seqs: int
     """The most sequences of a step, in every decode worker."""
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    """The ranks of one worker of each pool; more than one are a gang. Without prefill workers both numbers are equal."""
 
     @property
     def workers(self) -> int:
         """The workers of both pools."""
         return self.prefill + self.decode
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all workers. Each has a core or a GPU of its own, so layouts of as many ranks cost the same."""
+        return self.prefill * self.prefill_ranks + self.decode * self.decode_ranks
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """The ranks of one prefill and of one decode worker."""
+        return self.prefill_ranks, self.decode_ranks
 
     @property
     def disaggregated(self) -> bool:
@@ -29,8 +42,11 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The name of the split, as people write it: `1P+3D`, or `4 colocated`."""
-        return f"{self.prefill}P+{self.decode}D" if self.disaggregated else f"{self.decode} colocated"
+        """The name of the split, as people write it: `1P+3D`, or `4 colocated`. Gangs have their size: `1P(2 ranks)+2D`."""
+        prefill, decode = (f"({ranks} ranks)" if ranks > 1 else "" for ranks in self.degrees)
+        if self.disaggregated:
+            return f"{self.prefill}P{prefill}+{self.decode}D{decode}"
+        return f"{self.decode} colocated{f' {decode}' if decode else ''}"
 
 
 @dataclass(frozen=True, slots=True)

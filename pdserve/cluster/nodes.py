@@ -33,6 +33,7 @@ class Needs:
     amounts: Mapping[str, float]
     labels: Mapping[str, str]
     ranks: int = 1  # the amounts are those of so many processes, which one node must hold
+    cores: int = 0  # a gang that reserves no CPUs needs so many all the same; 0: it reserves them, or may share cores
 
     def __str__(self) -> str:
         parts = [f"{name}: {amount:g}" for name, amount in self.amounts.items()]
@@ -81,7 +82,8 @@ def covers(offered: Mapping[str, float], amounts: Mapping[str, float]) -> bool:
 
 
 def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str] = ()) -> list[str | None]:
-    """Return a node id for each worker, so that workers are spread evenly over the nodes that suit them.
+    """Return a node id for each worker, so that workers are spread evenly over the nodes that suit them. A gang goes to a node
+    that has cores for all its ranks, if there is one.
 
     None stands for a worker for which no node has room. there: node ids of the workers that have a place already, one
     for each worker.
@@ -91,7 +93,8 @@ def spread(workers: Sequence[Needs], nodes: Sequence[Node], there: Iterable[str]
     chosen: list[str | None] = []
     for needs in workers:
         suit = [n for n in nodes if match_all(needs.labels, n.labels) and covers(left[n.node_id], needs.amounts)]
-        node = min(suit, key=lambda node: counts[node.node_id], default=None)
+        # Ray may know less than all CPUs of a node, so a node that seems too small is taken where no other one is left.
+        node = min(suit, key=lambda node: (node.total.get(CPU, 0.0) < needs.cores, counts[node.node_id]), default=None)
         chosen.append(node.node_id if node else None)
         if node:
             counts[node.node_id] += 1
@@ -123,15 +126,26 @@ def waits_for(role: str, needs: Needs, view: NodeView, *, placed: Sequence[tuple
     if any(covers(node.free, needs.amounts) for node in labelled):
         return None
     if busy := [node for node in labelled if covers(_without(node, placed), needs.amounts)]:
-        return f"{needs.said}, which others use on {', '.join(sorted({node.host for node in busy}))}"
+        hosts = ", ".join(sorted({node.host for node in busy}))
+        return f"{needs.said}, which others use on {hosts}{_most_free(needs, busy)}"
     offered = any(covers(node.total, needs.amounts) for node in labelled)
     said = f"{needs.said}, which " + ("our other workers use up" if offered else "no node of the Ray cluster offers")
+    said += _most_free(needs, labelled)
     change = f"change {_settings(role, needs)}"
     if not view.autoscaled:
         return f"{said}. Start one with: {start_command(needs, view, waiting)} ; or {change}"
     if any(dict(amounts) == dict(needs.amounts) for amounts in view.hopeless):
         return f"{said}, nor has the autoscaler a kind of node that does: add one to its configuration, or {change}"
     return f"{said}; the autoscaler " + (f"starts {', '.join(view.coming)}" if view.coming else "was asked for one")
+
+
+def _most_free(needs: Needs, nodes: Sequence[Node]) -> str:
+    """Return how much of what a gang needs on one node the node with the most has free. Empty: the worker is no gang."""
+    if needs.ranks == 1 or not nodes:
+        return ""
+    name = max(needs.amounts, key=needs.amounts.__getitem__)
+    best = max(nodes, key=lambda node: (node.free.get(name, 0.0), node.total.get(name, 0.0)))
+    return f" (the most on one node is {name}: {best.free.get(name, 0.0):g} free, of {best.total.get(name, 0.0):g})"
 
 
 def start_command(needs: Needs, view: NodeView, workers: int) -> str:

@@ -100,7 +100,10 @@ class WorkerPlan:
     def needs(self) -> Needs:
         """The resources and labels that the worker needs of its node."""
         amounts = {CPU: self.num_cpus, GPU: self.num_gpus, **self.resources}
-        return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels, self.ranks)
+        engine = self.config.engine
+        shares = self.ranks == 1 or self.num_cpus or self.num_gpus or engine.oversubscribe
+        cores = 0 if shares else self.ranks * max(1, engine.threads)
+        return Needs({name: amount for name, amount in amounts.items() if amount}, self.labels, self.ranks, cores)
 
     @property
     def ranks(self) -> int:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.config import MIB
+from pdserve.core.shards import Degrees
 from pdserve.core.worker import VersionRange, niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
@@ -107,7 +108,7 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, pairs
-    set aside, the instruction sets of compiled steps, and versions that differ.
+    set aside, gangs, the instruction sets of compiled steps, and versions that differ.
 
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
@@ -132,6 +133,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         *_niced(worker.hello for worker in state.workers),
         *aside,
         *mixed,
+        *_gangs(state.workers),
         *_sets(state.workers),
         *_engines(state.workers),
         *_versions(state.workers),
@@ -152,6 +154,24 @@ def _engines(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
     kept = [(worker.hello.worker_id, worker.load.foreign_blocks) for worker in workers if worker.load.foreign_blocks]
     return engines + [
         Text(f"{name}: its engine keeps {blocks} blocks for no reader, until its own time") for name, blocks in kept
+    ]
+
+
+def _gangs(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
+    """Make one line for all gangs of the same degrees and cores."""
+    alike: dict[tuple[Degrees, int], list[str]] = {}
+    for worker in workers:
+        hello = worker.hello
+        tensor, pipeline = hello.tensor_parallel_size or 1, hello.pipeline_parallel_size or 1
+        if tensor * pipeline > 1:
+            degrees = Degrees(tensor, pipeline, hello.enable_expert_parallel)
+            alike.setdefault((degrees, hello.cores), []).append(hello.worker_id)
+    return [
+        Text(
+            f"{', '.join(worker_ids)}: a gang of {degrees.ranks} ranks ({degrees}){f' on {cores} cores' if cores else ''}"
+            f"{' each' if len(worker_ids) > 1 else ''}"
+        )
+        for (degrees, cores), worker_ids in alike.items()
     ]
 
 

@@ -16,6 +16,7 @@ from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.request_spec import RequestSpec
+from pdserve.core.shards import Degrees
 
 
 class Role(Enum):
@@ -137,6 +138,17 @@ class WorkerHello:
     unresumed: tuple[str, ...] = ()
     """The `FEATURES` whose requests the worker cannot take up behind output that exists already. Such a request is never moved
     or computed again once the client has a token of it."""
+    tensor_parallel_size: int = 0
+    pipeline_parallel_size: int = 0
+    """The degrees of the worker, of which `degrees` makes one value. 0: the worker does not say, and has one rank."""
+    enable_expert_parallel: bool = False
+    cores: int = 0
+    """The threads of all ranks of the worker. 0: it computes on GPUs, or does not say."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees of the worker. A worker with more than one rank is a gang."""
+        return Degrees(max(1, self.tensor_parallel_size), max(1, self.pipeline_parallel_size), self.enable_expert_parallel)
 
     @property
     def kv_tokens(self) -> int:

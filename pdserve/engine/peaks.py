@@ -68,7 +68,8 @@ def peaks_of(kv: KvPool, config: EngineConfig, *, products: torch.dtype | None =
     elif config.peak_flops_per_s is not None and config.peak_bytes_per_s is not None:
         known = Peaks()
     else:
-        known = Peaks(max(_products(products or kv.dtype), seen_flops_per_s), _reads(kv))
+        with _threads(torch.get_num_threads() * config.ranks):  # the other ranks of a gang are idle now, and so are their cores
+            known = Peaks(max(_products(products or kv.dtype), seen_flops_per_s), _reads(kv))
     return Peaks(config.peak_flops_per_s or known.flops_per_s, config.peak_bytes_per_s or known.bytes_per_s)
 
 
@@ -78,7 +79,7 @@ def _products(dtype: torch.dtype) -> float:
     If all threads were timed together, they would wait for the thread that other work on the machine slows down.
     """
     threads = torch.get_num_threads()
-    with _one_thread():
+    with _threads(1):
         best = max(instruction_rate(dtype, _products_s), onednn_rate(dtype, WIDTH, _products_s))
     return threads * best
 
@@ -117,14 +118,14 @@ def onednn_rate(dtype: torch.dtype, width: int, time_of: TimeOf) -> float:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread. All its threads are back at the end."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads. It has as many as before at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _reads(kv: KvPool) -> float:
@@ -143,7 +144,7 @@ def _reads(kv: KvPool) -> float:
     threads = torch.get_num_threads()
     best_s = _best_s(reads, READS_S)
     if threads > 1:  # one thread alone is faster where other work keeps the other threads from starting
-        with _one_thread():
+        with _threads(1):
             best_s = min(best_s, _best_s(reads, READS_S))
     return PART_BYTES / best_s
 

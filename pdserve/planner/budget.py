@@ -77,10 +77,11 @@ def grown(start: PoolSizes, goal: PoolSizes, need: PoolSizes, fits: Fits) -> Poo
 
 def _dearer(limits: Limits) -> Role | None:
     """Return the pool whose workers cost at least as much as those of the other one, by every measure. None: there is none."""
-    prefill, decode = limits.prefill, limits.decode
-    if prefill.gpus >= decode.gpus and prefill.price_per_hour >= decode.price_per_hour:
+    measures = [(one.cpus, one.gpus, one.price_per_hour) for one in (limits.prefill, limits.decode)]
+    pairs = list(zip(*measures, strict=True))
+    if all(prefill >= decode for prefill, decode in pairs):
         return Role.PREFILL
-    return Role.DECODE if decode.gpus >= prefill.gpus and decode.price_per_hour >= prefill.price_per_hour else None
+    return Role.DECODE if all(decode >= prefill for prefill, decode in pairs) else None
 
 
 def _loss(workers: int, need: int) -> float:

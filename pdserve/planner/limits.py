@@ -20,8 +20,9 @@ class PoolLimits:
 
     min_workers: int = 1
     max_workers: int = 1
+    cpus: float = 0.0
     gpus: float = 0.0
-    """GPUs of one worker."""
+    """CPUs and GPUs of one worker, with those of all its ranks."""
     price_per_hour: float = 0.0
     """The cost of one worker for an hour, in the unit of `Limits.max_price_per_hour`."""
 
@@ -31,7 +32,7 @@ class PoolLimits:
             raise ConfigError(f"{said}: 0 <= min_workers <= max_workers must hold")
         if self.max_workers > MOST_WORKERS:
             raise ConfigError(f"max_workers must be at most {MOST_WORKERS}, not {self.max_workers}")
-        for name in ("gpus", "price_per_hour"):
+        for name in ("cpus", "gpus", "price_per_hour"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name} must be a finite number, at least 0, not {value}")
@@ -44,13 +45,14 @@ class Limits:
     prefill: PoolLimits = PoolLimits()
     decode: PoolLimits = PoolLimits()
     max_workers: int | None = None
+    max_cpus: float | None = None
     max_gpus: float | None = None
     max_price_per_hour: float | None = None
     can_flip: bool = False
     """A worker of one pool may change into the other one."""
 
     def __post_init__(self) -> None:
-        for name in ("max_workers", "max_gpus", "max_price_per_hour"):
+        for name in ("max_workers", "max_cpus", "max_gpus", "max_price_per_hour"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be a finite number, at least 0, or unset, not {value}")
@@ -66,6 +68,7 @@ class Limits:
         """Return the name, the limit and the use of each limit that is set."""
         uses = (
             ("max_workers", self.max_workers, prefill + decode),
+            ("max_cpus", self.max_cpus, prefill * self.prefill.cpus + decode * self.decode.cpus),
             ("max_gpus", self.max_gpus, prefill * self.prefill.gpus + decode * self.decode.gpus),
             (
                 "max_price_per_hour",

@@ -476,12 +476,14 @@ class EngineView:
         peak_flops_per_s: float = 0.0,
         peak_bytes_per_s: float = 0.0,
         isa: str = "",
+        cores: int = 0,
     ) -> None:
         """`peak_flops_per_s` and `peak_bytes_per_s` are those of the engine's device. 0: unknown. `isa` is the instruction set
-        of compiled steps. Empty: torch computes."""
+        of compiled steps. Empty: torch computes. `cores` are the threads of all ranks. 0: they are on GPUs, or unknown."""
         self.peak_flops_per_s = peak_flops_per_s
         self.peak_bytes_per_s = peak_bytes_per_s
         self.isa = isa
+        self.cores = cores
         self.snapshot = snapshot
         self.largest_step = snapshot.load.max_num_batched_tokens
         """The largest number of tokens in a step for which the engine has memory."""

@@ -107,6 +107,7 @@ class OwnEngine(WorkerEngine):
             peak_flops_per_s=self._peaks.flops_per_s,
             peak_bytes_per_s=self._peaks.bytes_per_s,
             isa=self.runner.isa,
+            cores=torch.get_num_threads() * self.config.engine.ranks if self.kv.device.type == "cpu" else 0,
         )
         self._events.attach(view.on_step)
         return view

@@ -19,6 +19,13 @@ WORKLOAD = ["bench", "goodput", "--workload", "random:8/2"]
         (["--tpot", "inf"], "--tpot"),
         (["--result-file", "/nowhere/at/all.json"], "--result-file"),
         (["--seed", "-1"], "--seed"),
+        (["--config", "c.yaml"], "--config is for clusters that the search starts"),
+        (["--cores", "2"], "--cores is for clusters that the search starts"),
+        (["--tp", "1,2", "--address", "a:1"], "--address is of a running cluster"),
+        (["--tp", "1,x"], "--tensor-parallel-size: '1,x' is not a list of numbers from 1 to 8"),
+        (["--tp", "2", "--cores", "100000"], "--cores: 100000 is more than this machine has"),
+        (["--tp", "2", "--model", "tiny", "--gpus", "2"], "--gpus: gangs of pdserve's own engine compute on CPUs"),
+        (["--tp", "2", "--gpus", "2", "--cores", "2"], "--cores and --gpus"),
     ],
 )
 def test_a_wrong_flag_is_named(flags, named):

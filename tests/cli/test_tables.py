@@ -145,6 +145,20 @@ def test_status_says_for_which_instruction_set_steps_are_compiled() -> None:
     assert shown.count("steps compiled") == 2
 
 
+def test_status_says_which_workers_are_gangs_and_on_how_many_cores() -> None:
+    gangs = {"prefill-0": (2, 1, 4), "decode-0": (0, 0, 2), "decode-1": (2, 1, 4), "decode-2": (2, 2, 0)}
+    workers = [
+        inference_pb2.WorkerState(
+            hello={"worker_id": name, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "cores": cores}
+        )
+        for name, (tensor, pipeline, cores) in gangs.items()
+    ]
+    shown = _shown(inference_pb2.GetClusterStateResponse(workers=workers), 160)
+    assert "prefill-0, decode-1: a gang of 2 ranks (tensor_parallel_size 2) on 4 cores each" in shown
+    assert "decode-2: a gang of 4 ranks (tensor_parallel_size 2, pipeline_parallel_size 2)\n" in shown.replace(" \n", "\n")
+    assert shown.count("a gang of") == 2
+
+
 def test_status_says_which_workers_are_niced_and_what_to_do() -> None:
     workers = [
         inference_pb2.WorkerState(hello={"worker_id": f"decode-{n}", "niceness": nice}, ready=True)

@@ -188,7 +188,11 @@ class World:
         member.asked(MagicMock(), None, self.now_s)
         member.placed(NodePlace("node", "host"), self.now_s)
         member.loaded(MagicMock(), self.now_s)
-        self.workers[member.worker_id] = Worker(member.plan.role, self._number())
+        self._link(member)
+
+    def _link(self, member: Member) -> None:
+        obstacle = member.plan.config.flip_obstacle
+        self.workers[member.worker_id] = Worker(member.plan.role, self._number(), obstacle=obstacle)
 
     def _advance(self, member: Member) -> None:
         worker = self.workers.get(member.worker_id)
@@ -200,7 +204,7 @@ class World:
             self.die(member.worker_id)
         elif member.state is MemberState.LOADING:
             member.loaded(MagicMock(), self.now_s)
-            self.workers[member.worker_id] = Worker(member.plan.role, self._number())
+            self._link(member)
         elif worker is not None and worker.draining_s is not None:
             worker.draining_s += 1
             if worker.draining_s >= DRAIN_S and worker.becomes:

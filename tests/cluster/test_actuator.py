@@ -84,6 +84,33 @@ def test_a_flip_that_the_worker_refuses_by_name_becomes_a_drain_and_a_start() ->
     assert any("no room for staging" in text for text in history(here))
 
 
+def test_pools_of_different_degrees_exchange_no_worker_and_gangs_come_and_go_whole() -> None:
+    here = world("prefill.replicas=2", "prefill.engine.tensor_parallel_size=2", "engine.device=cpu")
+    here.step()
+    here.order(prefill=1, decode=2)
+    here.step(SETTLED_S)
+    assert here.sizes() == (1, 2)
+    assert sorted(here.asked) == [("drain", "prefill-1"), ("start", "decode-1")]
+    here.order(prefill=2, decode=1)
+    here.step(SETTLED_S)
+    assert (here.sizes(), [what for what, _ in here.asked].count("flip")) == ((2, 1), 0)
+    assert {member.worker_id: member.plan.ranks for member in here.members} == {
+        "prefill-0": 2, "prefill-1": 2, "decode-0": 1,
+    }  # fmt: skip
+
+
+def test_an_order_counts_the_cpus_of_all_ranks_of_a_gang() -> None:
+    gangs = ("decode.num_cpus=1", "decode.engine.tensor_parallel_size=2", "decode.max_replicas=3", "engine.device=cpu")
+    here = world("autoscaling.max_cpus=5", "prefill.num_cpus=1", *gangs)
+    here.step()
+    here.order(decode=3)
+    here.step(2)
+    assert here.state().scaling.report.refused == "prefill 1 and decode 3 together are over autoscaling.max_cpus (5)"
+    here.order(decode=2)
+    here.step(SETTLED_S)
+    assert here.sizes() == (1, 2)
+
+
 def test_a_worker_that_an_operator_drains_or_flips_is_not_undone() -> None:
     here = world("prefill.replicas=3")
     here.step()

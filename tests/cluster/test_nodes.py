@@ -61,12 +61,24 @@ def test_a_gang_without_a_node_says_how_many_ranks_need_it() -> None:
     text = said(gang, node("a", {CPU: 4}), node("b", {CPU: 4}))
     assert text is not None
     assert text.startswith(
-        "its gang of 4 ranks needs CPU: 8 on one node, which no node of the Ray cluster offers. Start one with"
+        "its gang of 4 ranks needs CPU: 8 on one node, which no node of the Ray cluster offers (the most on one node is "
+        "CPU: 4 free, of 4). Start one with"
     )
     assert "--num-cpus=8 ; or change decode.num_cpus, or the degrees in decode.engine" in text
     used = said(gang, node("a", {CPU: 8}, free={})) or ""
-    assert used == "its gang of 4 ranks needs CPU: 8 on one node, which others use on host-a"
+    assert used == (
+        "its gang of 4 ranks needs CPU: 8 on one node, which others use on host-a (the most on one node is CPU: 0 free, of 8)"
+    )
     assert gang.request == Needs({CPU: 8.0}, {}).request, "Ray knows nothing of ranks"
+
+
+def test_a_gang_that_reserves_no_cpus_goes_to_a_node_with_cores_for_all_its_ranks() -> None:
+    """It went to the node with the fewest workers, where it did not start."""
+    gang = Needs({}, {}, ranks=4, cores=4)
+    small, large = node("small", {CPU: 2}), node("large", {CPU: 4}, free={})
+    assert spread([gang, gang], [small, large], there=["large"]) == ["large", "large"]
+    assert spread([gang], [small]) == ["small"], "Ray may know less than all cores: the worker itself counts them"
+    assert spread([Needs({}, {})], [small, large], there=["large"]) == ["small"]
 
 
 def test_the_command_for_a_cluster_that_takes_a_token_was_refused_by_ray() -> None:

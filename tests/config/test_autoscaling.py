@@ -26,6 +26,10 @@ from pdserve.core.errors import ConfigError
             r"max_workers is 2, but prefill\.replicas \(1\) and decode\.replicas \(2",
         ),
         ("autoscaling.max_gpus=1 decode.num_gpus=2", r"autoscaling\.max_gpus is 1, .* take 2"),
+        (
+            "autoscaling.max_cpus=4 prefill.num_cpus=1 decode.num_cpus=2 decode.engine.tensor_parallel_size=2",
+            r"autoscaling\.max_cpus is 4, .* take 5",
+        ),
         ("autoscaling.max_price_per_hour=3 prefill.price_per_hour=4", r"max_price_per_hour is 3, .* take 4"),
         ("autoscaling.slo_class=fast", r"autoscaling\.slo_class 'fast' is none of default, voice"),
         ("autoscaling.attainment=2", r"autoscaling\.attainment must be a number \(over 0 and under 1\), got 2"),

@@ -49,6 +49,16 @@ def test_the_peak_is_of_the_numbers_that_are_multiplied_and_not_below_what_a_ste
     assert peaks_of(pool(MIB), EngineConfig(), products=torch.int8, seen_flops_per_s=30.0).flops_per_s == 30.0
 
 
+def test_the_peaks_of_a_gang_are_those_of_the_cores_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of rank 0, so two ranks used up to twice the peak."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(peaks, "_products", lambda _: float(torch.get_num_threads()))
+    monkeypatch.setattr(peaks, "_reads", lambda _: float(torch.get_num_threads()))
+    found = peaks_of(pool(MIB), EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
+    assert found == Peaks(4.0 * before, 4.0 * before)
+    assert torch.get_num_threads() == before
+
+
 @pytest.mark.parametrize(("instruction", "onednn"), [(5.0, 7.0), (7.0, 5.0)])
 def test_the_peak_of_products_is_the_machines_whoever_reaches_it(
     instruction: float, onednn: float, monkeypatch: pytest.MonkeyPatch

@@ -17,13 +17,17 @@ from real_service import APART, AUTO, GREEDY, QUICK_BEATS, TOGETHER, OpenStream,
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
-from pdserve.config import MIB, EngineConfig
+from pdserve.client import AdminClient
+from pdserve.config import MIB, EngineConfig, RouterConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.core.worker import VersionRange
 from pdserve.engine.runner import ModelRunner
 from testkit.client import generate_all, request
+from testkit.load import Load
 from testkit.processes import Place, ProcessCluster
+from testkit.told_worker import of_versions
 from testkit.toy_models import write_shared
 from tests.engine.engine_ways import COMPILED
 
@@ -116,6 +120,14 @@ def test_tokens_are_those_of_one_process_in_pools_of_mixed_degrees(mixed: Proces
     check_tokens(mixed, expected, APART, TOGETHER, AUTO)
 
 
+def test_workers_tell_their_degrees_and_cores(mixed: ProcessCluster) -> None:
+    hellos = {worker.hello.worker_id: worker.hello for worker in mixed.state().workers}
+    told = {name: (one.tensor_parallel_size, one.pipeline_parallel_size, one.cores) for name, one in hellos.items()}
+    assert told == {
+        "prefill-0": (2, 1, 2), "prefill-1": (1, 1, 1), "decode-0": (1, 1, 1), "decode-1": (1, 2, 2), "decode-2": (2, 1, 2),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "number"), [("prefill-0", signal.SIGKILL), ("decode-2", signal.SIGKILL)])
 def test_a_rank_that_dies_ends_its_worker_and_no_request(
     mixed: ProcessCluster, expected: Expected, name: str, number: signal.Signals
@@ -186,6 +198,40 @@ def test_three_ranks_of_the_default_model_share_no_sums() -> None:
     three = {"tensor_parallel_size": 3}
     with cluster_of(engine, [three, {}], [{}, three]) as cluster:
         check_tokens(cluster, Expected(engine), APART, TOGETHER)
+
+
+@pytest.mark.slow
+def test_a_rolling_upgrade_replaces_gangs_by_workers_of_other_degrees(dense: EngineConfig) -> None:
+    """(1) A gang lends to one process, both of a release before versions. (2) Workers of this release start beside them, with
+    the degrees the other way round. (3) The old ones are drained under load, and end with all their ranks. (4) All requests end
+    as undisturbed, in their first attempt."""
+    two, old = {"tensor_parallel_size": 2}, of_versions(VersionRange(0, 0), VersionRange(0, 0))
+    degrees = {"prefill-0": two, "decode-0": {}, "prefill-1": {}, "decode-1": two}
+    places = {name: Place(worker={"engine": replace(dense, **changes)}) for name, changes in degrees.items()}
+    for name in ("prefill-0", "decode-0"):
+        places[name] = replace(old, worker=places[name].worker)
+    asked = [request(prompt, APART, max_tokens=40, **GREEDY) for prompt in batch()[0]]
+    router = RouterConfig(max_attempts=1, retry_burst=0, retry_share=0.0)
+    with ProcessCluster(dense, router=router, worker=QUICK_BEATS, places=places) as cluster:
+        expected = [answer.ids for answer in generate_all(cluster.grpc, asked)]
+        cluster.prefill = cluster.decode = 2
+        for name in ("prefill-1", "decode-1"):
+            cluster.start_worker(name, wait=False)
+        cluster.wait_whole()
+        (rank,) = ranks_of(cluster, "prefill-0")
+        with Load(cluster.grpc, asked, concurrency=6) as load, AdminClient(cluster.admin) as admin:
+            load.until(lambda outcomes: sum(bool(o.answer.ids) for o in outcomes) >= 2)
+            for name in ("prefill-0", "decode-0"):
+                for _ in admin.drain(name):
+                    pass
+                assert cluster.processes[name].popen.wait(ENDS_S) == 0, cluster.processes[name].log()
+            outcomes = load.finish()
+        rank.wait(ENDS_S)
+        later = generate_all(cluster.grpc, asked[:2])
+    assert [(o.details, o.answer.ids) for o in outcomes] == [("", ids) for ids in expected]
+    assert {o.answer.report.attempts for o in outcomes} == {1}
+    assert [(a.report.prefill_worker, a.report.decode_worker) for a in later] == [("prefill-1", "decode-1")] * 2
+    assert [answer.ids for answer in later] == expected[:2]
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(dense: EngineConfig) -> None:

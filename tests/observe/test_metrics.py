@@ -157,6 +157,15 @@ def test_pools_show_their_workers_by_instruction_set() -> None:
     assert shown == {("avx2", "decode"): 2, ("avx512_bf16", "decode"): 1, ("none", "decode"): 1}
 
 
+def test_pools_show_the_ranks_and_cores_of_their_gangs() -> None:
+    """A pool of two gangs of four looked like one of two processes."""
+    gang = dataclasses.replace(HELLO, tensor_parallel_size=2, pipeline_parallel_size=2, cores=8)
+    workers = tuple(dataclasses.replace(WORKER, hello=hello) for hello in (gang, dataclasses.replace(HELLO, cores=2)))
+    metrics = Metrics(lambda: dataclasses.replace(EMPTY, workers=workers))
+    assert values(metrics, "pdserve_pool_ranks") == {("decode",): 5}
+    assert values(metrics, "pdserve_pool_cores") == {("decode",): 10}
+
+
 def test_the_spread_over_experts_is_shown_of_workers_that_have_some() -> None:
     experts = ExpertLoad(100, 1.5, 2.5, (HotExpert(3, 1, 2.5),))
     moe = dataclasses.replace(WORKER, load=dataclasses.replace(LOAD, experts=experts))

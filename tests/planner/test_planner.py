@@ -50,15 +50,22 @@ targets = st.builds(Targets, maybe(st.floats(0.01, 10)), maybe(st.floats(0.001, 
 def limits(draw: st.DrawFn) -> Limits:
     """Limits whose minima fit the budget."""
     each = [
-        PoolLimits(draw(st.integers(0, 3)), draw(st.integers(3, 20)), draw(st.sampled_from([0, 1, 2])), draw(st.floats(0, 5)))
+        PoolLimits(
+            draw(st.integers(0, 3)),
+            draw(st.integers(3, 20)),
+            draw(st.sampled_from([0, 1, 4])),
+            draw(st.sampled_from([0, 1, 2])),
+            draw(st.floats(0, 5)),
+        )
         for _ in range(2)
     ]
     least = [
         sum(pool.min_workers for pool in each),
+        sum(pool.min_workers * pool.cpus for pool in each),
         sum(pool.min_workers * pool.gpus for pool in each),
         sum(pool.min_workers * pool.price_per_hour for pool in each),
     ]
-    budget = [draw(maybe(st.integers(0, 20).map(lambda more, at=at: least[at] + more))) for at in range(3)]
+    budget = [draw(maybe(st.integers(0, 20).map(lambda more, at=at: least[at] + more))) for at in range(4)]
     return Limits(each[0], each[1], *budget, can_flip=draw(st.booleans()))
 
 
@@ -70,6 +77,7 @@ def costs(limits: Limits) -> dict[str, tuple[float, float, float]]:
     """The limits that are set, with what a worker of each pool uses of them."""
     found = {
         "max_workers": (limits.max_workers, 1, 1),
+        "max_cpus": (limits.max_cpus, limits.prefill.cpus, limits.decode.cpus),
         "max_gpus": (limits.max_gpus, limits.prefill.gpus, limits.decode.gpus),
         "max_price_per_hour": (limits.max_price_per_hour, limits.prefill.price_per_hour, limits.decode.price_per_hour),
     }

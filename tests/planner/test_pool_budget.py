@@ -58,6 +58,16 @@ def test_workers_that_the_pools_exchange_need_no_room_but_the_difference_in_cost
     assert startable(goal, goal, PoolObserved(ready=2), PoolObserved(ready=4), still) == PoolSizes(2, 2)
 
 
+def test_a_gang_takes_the_cpus_of_all_its_ranks_from_what_both_pools_may_have():
+    """A gang of four counted as one worker, so eight gangs were planned for the CPUs of two."""
+    limits = Limits(PoolLimits(1, 9, cpus=4.0), PoolLimits(1, 9, cpus=1.0), max_cpus=12.0)
+    sizes, prefill, decode = within_limits(PoolSizes(8, 4), limits)
+    assert (sizes, prefill, decode) == (PoolSizes(2, 4), ("max_cpus",), ())
+    goal = PoolSizes(2, 2)  # the second gang waits until four workers of one CPU have left
+    assert startable(goal, goal, PoolObserved(ready=1), PoolObserved(ready=2, leaving=3), limits) == PoolSizes(1, 2)
+    assert startable(goal, goal, PoolObserved(ready=1), PoolObserved(ready=2, leaving=2), limits) == goal
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [

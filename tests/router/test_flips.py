@@ -36,18 +36,21 @@ def sent(stage: Stage, kind: type[E]) -> list[E]:
     return [effect for effect in stage.effects if isinstance(effect, kind)]
 
 
+DEGREES = "prefill.engine.tensor_parallel_size 1 and decode.engine.tensor_parallel_size 2 differ"
+
+
 @pytest.mark.parametrize(
     ("worker_id", "role", "why"),
     [
         ("prefill-0", Role.PREFILL, "has this role already"),
         ("decode-0", Role.DECODE, "has this role already"),
-        ("decode-1", Role.PREFILL, "cannot change its role: the pools differ"),
+        ("decode-1", Role.PREFILL, f"cannot change its role: {DEGREES}"),
         ("prefill-1", Role.DECODE, "drains already"),
     ],
 )
 def test_a_flip_that_cannot_be_is_refused_by_name_and_changes_nothing(worker_id: str, role: Role, why: str) -> None:
     stage = pools(decode=1)
-    stage.join("decode-1", Role.DECODE, flip_obstacle="the pools differ")
+    stage.join("decode-1", Role.DECODE, flip_obstacle=DEGREES)
     stage.tell(ev.DrainAsked(WorkerId("prefill-1")))
     before = len(stage.effects)
     with pytest.raises(CannotFlip, match=f"worker_id: .*{worker_id} {why}") as caught:

@@ -9,7 +9,8 @@ import click
 
 from pdserve.commands.failures import INTERRUPTED, one_line_errors, report
 from pdserve.commands.requests import DEFAULT_ADMIN_ADDRESS, address_option
-from pdserve.commands.settings import Whole
+from pdserve.commands.settings import POSITIVE, Whole
+from pdserve.core.errors import ConfigError
 
 UNFINISHED: Final = 3
 """The exit status of a search whose budget was used up before the best layout was certain."""
@@ -30,10 +31,25 @@ FILE: Final = click.Path(dir_okay=False, path_type=Path)
 @click.option("--tpot", type=float, default=0.05, show_default=True, metavar="S", help="Target for each other token; 0: none.")
 @click.option("--attainment", type=float, default=0.9, show_default=True, help="Share of requests that meets both targets.")
 @click.option("--budget-minutes", type=float, default=30.0, show_default=True, help="Longest time of the search, in all.")
-@click.option("--max-point-s", type=float, metavar="S", help="Longest run of one rate.  [default: a 16th of the budget]")
+@click.option(
+    "--max-point-s", type=float, metavar="S", help="Longest run of one rate.  [default: a 16th of the budget, less with --tp]"
+)
 @click.option("--tolerance", type=float, default=0.05, show_default=True, help="Share by which an interval may be wide.")
 @click.option("--chunks", default="auto", show_default=True, help="Sizes of chunks, such as 128,256,512,1024.")
 @click.option("--splits", default="auto", show_default=True, help="Prefill and decode workers, such as 1:3,2:2,0:4.")
+@click.option(
+    "--tensor-parallel-size",
+    "-tp",
+    "--tp",
+    metavar="N,N",
+    help="Degrees to compare, such as 1,2: the search starts clusters of each on this machine.",
+)
+@click.option(
+    "--cores", type=POSITIVE, help="With it: cores of each layout, one for each rank.  [default: all of this machine]"
+)
+@click.option("--gpus", type=POSITIVE, help="With it: GPUs of each layout instead of cores (engine.backend vllm).")
+@click.option("--config", type=FILE, metavar="FILE", help="With it: the settings of the clusters, as for `pdserve up`.")
+@click.option("--model", help="With it: the model of the clusters, as for `pdserve up`.")
 @click.option(
     "--placement",
     type=click.Choice(["disaggregated", "auto"]),
@@ -51,17 +67,26 @@ def goodput(**flags: Any) -> int:
     """Find the highest rate at which enough requests meet their targets, over the layouts of a running cluster.
 
     The search changes the roles of the workers and their budgets, and brings the first ones back when it ends. Nobody else may
-    use the cluster meanwhile. Ctrl-C ends it; the same command goes on with its file. The status is 3 when the budget was used
-    up before the best layout was certain, and 130 after Ctrl-C.
+    use the cluster meanwhile. With --tensor-parallel-size it starts clusters itself, one after the other, and compares degrees
+    too; each layout has all cores or GPUs. Ctrl-C ends it; the same command goes on with its file. The status is 3 when the
+    budget was used up before the best layout was certain, and 130 after Ctrl-C.
     """
     from pdserve_bench.commands.goodput_session import search
 
+    context = click.get_current_context()
+    for name in ("address", "admin_address", "cluster_token"):
+        given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if flags["tensor_parallel_size"] is not None and given:
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is of a running cluster, and with --tensor-parallel-size the search starts its own: leave one out"
+            )
     outcome = search(flags)
     if outcome.interrupted:
         return INTERRUPTED
     if not outcome.complete:
         hint = "Run the same command again to go on, with more --budget-minutes if no rate was decided"
-        if flags["result_file"] is None or click.get_current_context().obj is TEMPORARY:
+        if flags["result_file"] is None or context.obj is TEMPORARY:
             hint = "Give more --budget-minutes, and a --result-file with which a search goes on where it ended"
         return report(f"the search is not complete: {outcome.reason}. {hint}", UNFINISHED)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from rich.text import Text
 from pdserve.client import AdminClient, InferenceClient
 from pdserve.commands.console import make_console
 from pdserve.commands.tables import table
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.rpc.v1 import inference_pb2
 from pdserve.text.tokenizer import Tokenizer
 from pdserve_bench.commands.run_session import encoder, open_tokenizer, until_interrupted
@@ -30,19 +31,30 @@ from pdserve_bench.load.target import RequestOptions
 from pdserve_bench.load.watch import refusal
 from pdserve_bench.report.meta import cluster_meta, collect_meta
 from pdserve_bench.row import BenchRow
-from pdserve_bench.search.goodput import GoodputSearch, RunAction
+from pdserve_bench.search.degrees import DegreeSpace, degree_space
+from pdserve_bench.search.goodput import GoodputSearch, RunAction, StopAction
 from pdserve_bench.search.live import LiveMeasure, carry_out
 from pdserve_bench.search.reshape import Home, home_of, pids_of
 from pdserve_bench.search.result import GoodputResult, Point, SearchFile, check_same, prompt_share, read_search, write_search
-from pdserve_bench.search.settings import AUTO, SearchSettings, SpaceLimits, chunks_of, first_chunk, limits_of, splits_of
+from pdserve_bench.search.settings import (
+    AUTO,
+    SearchSettings,
+    SpaceLimits,
+    chunks_of,
+    first_chunk,
+    limits_of,
+    prefill_ranks_of,
+    split_ranks,
+    splits_of,
+)
 from pdserve_bench.search.shaper import AdminPort, LiveCluster, Shaper
 from pdserve_bench.search.trial import Trial
 from pdserve_bench.workload.request import Arrivals
 from pdserve_bench.workload.spec import read_spec
 from pdserve_bench.workload.workload import Workload, load_workload
 
-_POINTS_OF_A_BUDGET: Final = 16
-"""A run of one rate gets such a part of the budget, so that the baseline and the best layout can be settled in it."""
+_POINTS_OF_A_FAMILY: Final = 8
+"""A run of one rate gets such a part of a family's share of the budget, in which its best layout can be settled."""
 _PROBE_S: Final = 10.0
 _SAFE_SHARE: Final = 0.7
 """The share of the rate of the first short measurement with which the search begins. Goodput is mostly lower than that rate."""
@@ -59,6 +71,20 @@ class GoodputOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class _Site:
+    """The cluster on which a search goes on."""
+
+    address: str
+    admin: AdminClient
+    started_for: Layout | None = None
+    """The search has started the cluster for this layout, and stops it. None: somebody else's cluster, which it gives back."""
+
+    def fits(self, layout: Layout) -> bool:
+        """Tell whether the cluster can be brought to a layout."""
+        return self.started_for is None or DegreeSpace.fits(self.started_for, layout)
+
+
+@dataclass(frozen=True, slots=True)
 class _GoodputPlan:
     """All that is known before the first request."""
 
@@ -72,18 +98,41 @@ class _GoodputPlan:
     earlier: SearchFile | None
     earlier_path: Path | None
     budget_s: float
+    began_s: float
+    space: DegreeSpace | None
+    """The degrees of a search that starts its clusters itself. None: the cluster runs already, and keeps its degrees."""
 
 
 def search(flags: Mapping[str, Any]) -> GoodputOutcome:
     """Make the search that the flags describe, print its tables and keep its file. Raises `PdserveError`."""
-    with raised_priority(), AdminClient(flags["admin_address"], flags["cluster_token"]) as admin:
-        plan = _plan(flags, admin)
-        return uvloop.run(_Session(flags, plan, admin, make_console()).run())
+    console = make_console()
+    _check(flags)
+    if flags["tensor_parallel_size"] is None:
+        with raised_priority(), AdminClient(flags["admin_address"], flags["cluster_token"]) as admin:
+            site = _Site(flags["address"], admin)
+            end = uvloop.run(_Session(flags, _plan(flags, site, time.monotonic(), None), console).run(site))
+            assert isinstance(end, GoodputOutcome), "the cluster fits every layout"
+            return end
+    space = degree_space(flags)
+    began_s, wanted = time.monotonic(), space.first
+    session: _Session | None = None
+    while True:
+        console.print(f"starting a cluster for {wanted.name}")
+        with space.start(wanted) as cluster, AdminClient(cluster.admin_address) as admin, raised_priority():
+            site = _Site(cluster.address, admin, wanted)
+            session = session or _Session(flags, _plan(flags, site, began_s, space), console)
+            try:
+                end = uvloop.run(session.run(site))
+            except PdserveError:
+                cluster.check()  # if it has ended, that says more
+                raise
+        if isinstance(end, GoodputOutcome):
+            return end
+        wanted = end
 
 
-def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
-    """Check the flags, ask the cluster, and read the workload and the file of an earlier search."""
-    budget_s = flags["budget_minutes"] * 60
+def _check(flags: Mapping[str, Any]) -> None:
+    """Refuse wrong flags. Raises `ConfigError`."""
     if not 0 < flags["budget_minutes"] <= MAX_BUDGET_MINUTES:
         raise ConfigError(f"--budget-minutes: {flags['budget_minutes']:g} is not above 0 and at most {MAX_BUDGET_MINUTES}")
     for name in ("ttft", "tpot"):
@@ -92,8 +141,19 @@ def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
     result_file: Path | None = flags["result_file"]
     if result_file is not None and not result_file.parent.is_dir():
         raise ConfigError(f"--result-file: the folder {result_file.parent} does not exist")
+    if flags["tensor_parallel_size"] is None:
+        for name in ("config", "model", "cores", "gpus"):
+            if flags[name] is not None:
+                raise ConfigError(
+                    f"--{name} is for clusters that the search starts: give --tensor-parallel-size too, such as 1,2"
+                )
+
+
+def _plan(flags: Mapping[str, Any], site: _Site, began_s: float, space: DegreeSpace | None) -> _GoodputPlan:
+    """Ask the cluster, and read the workload and the file of an earlier search."""
+    result_file: Path | None = flags["result_file"]
     tokenizer = open_tokenizer(flags["tokenizer"])
-    with InferenceClient(flags["address"]) as client:
+    with InferenceClient(site.address) as client:
         model = client.model_info()
     overrides = []
     if tokenizer is None and read_spec(flags["workload"]).vocab_size is None:
@@ -101,25 +161,43 @@ def _plan(flags: Mapping[str, Any], admin: AdminClient) -> _GoodputPlan:
     workload = load_workload(flags["workload"], tokenizer, max_model_len=model.max_model_len, overrides=overrides)
     own = workload.spec.arrivals
     arrivals = Arrivals() if own.kind in ("inf", "closed") else own
-    state = admin.cluster_state()
+    state = site.admin.cluster_state()
     path = flags["resume"] or result_file
     earlier = read_search(path) if path is not None and (flags["resume"] is not None or path.exists()) else None
     slo = Slo(flags["ttft"] or None, flags["tpot"] or None)
     return _GoodputPlan(
-        workload, arrivals, tokenizer, slo, limits_of(state), state, model, earlier, path if earlier else None, budget_s
+        workload,
+        arrivals,
+        tokenizer,
+        slo,
+        limits_of(state),
+        state,
+        model,
+        earlier,
+        path if earlier else None,
+        flags["budget_minutes"] * 60,
+        began_s,
+        space,
     )
 
 
 class _Session:
-    """One search. It owns the target and the view."""
+    """One search, on one cluster or on several ones in turn. It owns the target and the view."""
 
-    def __init__(self, flags: Mapping[str, Any], plan: _GoodputPlan, admin: AdminClient, console: Console) -> None:
+    def __init__(self, flags: Mapping[str, Any], plan: _GoodputPlan, console: Console) -> None:
         self._flags = flags
         self._plan = plan
-        self._admin = admin
         self._console = console
         now = datetime.datetime.now(datetime.UTC)
-        left_out = {"cluster_token", "result_file", "resume", "tokenizer", "workload"}  # a file keeps no secrets and no paths
+        left_out = {
+            "cluster_token",
+            "result_file",
+            "resume",
+            "tokenizer",
+            "workload",
+            "config",
+            "model",
+        }  # a file keeps no secrets and no paths
         self._meta = collect_meta(
             workload=plan.workload.spec.to_dict(),
             configuration={name: value for name, value in flags.items() if name not in left_out and value is not None},
@@ -132,29 +210,32 @@ class _Session:
         self._points: list[Point] = list(plan.earlier.result.points) if plan.earlier else []
         self._settings: SearchSettings | None = None
         self._result: GoodputResult | None = None
-        self._shaper = Shaper(AdminPort(admin))
         self._home: Home | None = None
+        for note in plan.workload.notes:
+            console.print(note)
+        if plan.arrivals.kind != plan.workload.spec.arrivals.kind:
+            given = plan.workload.spec.arrivals.kind
+            console.print(f"arrivals of kind {given} have no rate: the search sends {plan.arrivals.kind} ones instead")
 
-    async def run(self) -> GoodputOutcome:
-        """Search, and print the table of the layouts, also after Ctrl-C."""
-        for note in self._plan.workload.notes:
-            self._console.print(note)
-        if self._plan.arrivals.kind != self._plan.workload.spec.arrivals.kind:
-            given = self._plan.workload.spec.arrivals.kind
-            self._console.print(
-                f"arrivals of kind {given} have no rate: the search sends {self._plan.arrivals.kind} ones instead"
-            )
-        target = GrpcTarget(self._flags["address"], RequestOptions())
+    async def run(self, site: _Site) -> GoodputOutcome | Layout:
+        """Search on a cluster, and print the table of the layouts at the end, also after Ctrl-C.
+
+        Returns a layout if the next point needs another cluster, on which the search goes on.
+        """
+        target = GrpcTarget(site.address, RequestOptions())
+        self._shaper = Shaper(AdminPort(site.admin))
         try:
-            stop, _ = await until_interrupted(self._search(target))
+            stop, _ = await until_interrupted(self._search(target, site))
         finally:
             await target.close()
-        complete, reason = (False, "it was interrupted") if stop is None else stop
+        if isinstance(stop, Layout):
+            return stop
+        complete, reason = (False, "it was interrupted") if stop is None else (stop.complete, stop.reason)
         if refused := [one.refused for one in self._points if one.refused]:
             reason += f". {len(refused)} of {len(self._points)} points do not count; the last one because {refused[-1]}"
         if self._shaper.restored:
             self._home = None
-        elif stop is None:
+        elif stop is None and site.started_for is None:
             reason += (
                 ". The first layout is not back: look at `pdserve status`, and run the same command again or `pdserve flip`"
             )
@@ -168,16 +249,16 @@ class _Session:
                 self._console.print(f"{name}: max_num_seqs {seqs} is the smallest that was seen to cost no goodput")
         return GoodputOutcome(complete, reason, stop is None)
 
-    async def _search(self, target: GrpcTarget) -> tuple[bool, str]:
-        """Search until the end or the budget, and return whether it is complete, and why it ended."""
-        began_s = time.monotonic()
+    async def _search(self, target: GrpcTarget, site: _Site) -> StopAction | Layout:
+        """Search until the end or the budget, and return why it ended. A layout: it needs another cluster."""
         plan, flags = self._plan, self._flags
-        cluster = LiveCluster(self._admin)
+        cluster = LiveCluster(site.admin)
         await cluster.wait_idle(0.0)
         encode = encoder(plan.tokenizer)
-        await self._remember_home()
+        if site.started_for is None:
+            await self._remember_home(AdminPort(site.admin))
         with SearchView(self._console, lambda points: self._keep(points, False)) as view:
-            settings = self._settings_of(await self._guess(target, cluster))
+            settings = self._settings or self._settings_of(await self._guess(target, cluster))
             if plan.earlier is not None and plan.earlier_path is not None:
                 check_same(plan.earlier_path, plan.earlier, settings, self._identity())
             self._settings = settings
@@ -194,8 +275,8 @@ class _Session:
                 encode=encode,
                 placement=flags["placement"],
             )
-            left_s = plan.budget_s - (time.monotonic() - began_s)
-            _, stop = await carry_out(
+            left_s = plan.budget_s - (time.monotonic() - plan.began_s)
+            _, end = await carry_out(
                 GoodputSearch(settings),
                 measure,
                 self._shaper,
@@ -203,12 +284,13 @@ class _Session:
                 points=self._points,
                 budget_s=left_s,
                 clock=time.monotonic,
+                fits=site.fits,
+                restore=site.started_for is None,
             )
-        return stop.complete, stop.reason
+        return end
 
-    async def _remember_home(self) -> None:
+    async def _remember_home(self, port: AdminPort) -> None:
         """Note the layout that must come back: that of an earlier search which did not, while its workers still run."""
-        port = AdminPort(self._admin)
         now = await port.look()
         owed = self._plan.earlier.home if self._plan.earlier else None
         if owed is not None and owed.pids == pids_of(now):
@@ -248,12 +330,19 @@ class _Session:
         plan, flags = self._plan, self._flags
         first_rate_per_s, share = guess
         chunks = chunks_of(flags["chunks"], plan.limits)
-        prefills = splits_of(flags["splits"], plan.limits.workers, share)
+        degrees: tuple[tuple[int, int], ...] = (plan.limits.degrees,)
+        if plan.space is None:
+            ranks = plan.limits.ranks
+            prefills = prefill_ranks_of(flags["splits"], plan.limits, share)
+        else:
+            ranks, degrees = plan.space.ranks, plan.space.pairs
+            prefills = splits_of(flags["splits"], ranks, share, f"{plan.space.device}s")
         if plan.earlier is not None and flags["splits"] == AUTO:
             prefills = plan.earlier.settings.prefills
+        families = sum(map(bool, itertools.chain(*(split_ranks(prefills, ranks, *pair) for pair in degrees))))
         return SearchSettings(
             slo=plan.slo,
-            workers=plan.limits.workers,
+            ranks=ranks,
             prefills=prefills,
             chunks=chunks,
             chunk_tokens=first_chunk(chunks, plan.limits),
@@ -262,7 +351,8 @@ class _Session:
             mean_output_tokens=plan.workload.mean_output_tokens,
             attainment=flags["attainment"],
             tolerance=flags["tolerance"],
-            max_point_s=flags["max_point_s"] or plan.budget_s / _POINTS_OF_A_BUDGET,
+            max_point_s=flags["max_point_s"] or plan.budget_s / (_POINTS_OF_A_FAMILY * max(2, families)),
+            degrees=degrees,
         )
 
     def _identity(self) -> dict[str, Any]:
@@ -293,6 +383,7 @@ class _Session:
             tuple(self._points),
             complete,
             meta,
+            plan.space.device if plan.space is not None else "rank" if max(plan.limits.degrees) > 1 else "worker",
         )
         if self._flags["result_file"] is not None:
             write_search(self._flags["result_file"], SearchFile(settings, self._identity(), self._result, self._home))
@@ -366,7 +457,7 @@ def line(point: Point) -> str:
 def layouts(result: GoodputResult) -> Table:
     """Return the table of all layouts, the best one first."""
     title = f"goodput: requests a second of which {result.attainment:.0%} meet their targets"
-    right = ["chunk", "max_num_seqs", "req/s", "interval", "req/s a worker", "points"]
+    right = ["chunk", "max_num_seqs", "req/s", "interval", f"req/s a {result.device}", "points"]
     view = table(title, ["layout", "settled"], right)
     for one in result.layouts:
         count = sum(point.layout == one.layout for point in result.points)
@@ -378,7 +469,7 @@ def layouts(result: GoodputResult) -> Table:
             str(one.layout.max_num_seqs),
             f"{one.goodput_per_s:.3g}",
             f"{one.low_per_s:.3g} to {high}",
-            f"{one.goodput_per_s / one.layout.workers:.3g}",
+            f"{one.goodput_per_s / one.layout.ranks:.3g}",
             str(count),
         )
     return view

@@ -34,7 +34,9 @@ FILE: Final = click.Path(dir_okay=False, path_type=Path)
 @click.option("--workers", type=click.IntRange(2, 1024), metavar="N", help="Start a cluster of N workers for the search.")
 @click.option("--config", type=FILE, metavar="FILE", help="The settings of that cluster, as for `pdserve up`.")
 @click.option("--result-file", type=FILE, metavar="FILE.json", help="Keep the result of the search here, and go on with it.")
-@click.option("--price-per-hour", type=float, metavar="DOLLARS", help="Price of one worker.  [default: tokens a worker-hour]")
+@click.option(
+    "--price-per-hour", type=float, metavar="DOLLARS", help="Price of one worker; where degrees differ, of one core or GPU."
+)
 @click.option("--html", type=FILE, metavar="FILE.html", help="Write the page. It opens offline, in light and dark.")
 @click.option("--png", type=FILE, metavar="FILE.png", help="Write the page as a picture.")
 @click.option("--dark", is_flag=True, help="Draw the picture for dark pages.")
@@ -57,7 +59,7 @@ def verdict(
 
     With --from it reads the result of a search. Otherwise it searches first, and takes all flags of `pdserve bench goodput`:
     --workload, --ttft, --tpot, --address, --budget-minutes and the others. The cluster is the running one or, with --workers, a
-    new one on this machine, which is stopped afterwards.
+    new one on this machine, which is stopped afterwards. With --tensor-parallel-size there is one for each degree in turn.
 
     The exit status is 0 after an answer, 3 when the measurement allows none, and 130 after Ctrl-C.
     """
@@ -99,7 +101,13 @@ def _measured(
                 raise ConfigError(f"{flag} is of a search, and --from reads the result of one: leave one of the two away")
         return *read(sources), False
     if config is not None and workers is None:
-        raise ConfigError("--config needs --workers: it is for a cluster that this command starts")
+        rest = [
+            *rest,
+            "--config",
+            str(config),
+        ]  # for the clusters of a search over degrees, without which the search refuses it
+    if workers is not None and any(one.partition("=")[0] in ("--tensor-parallel-size", "--tp", "-tp") for one in rest):
+        raise ConfigError("--workers starts one cluster, and --tensor-parallel-size several ones: give --cores instead")
     if not rest:
         raise ConfigError("give --from FILE, or --workload and the other flags of `pdserve bench goodput` for a search")
     from pdserve_bench.commands.verdict_search import searched

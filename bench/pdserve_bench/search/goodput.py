@@ -22,9 +22,9 @@ _COARSE: Final = 0.25
 """The resolution of points that only bracket the goodput."""
 _RACE_STEP: Final = 1.1
 """The first step of a layout whose goodput is known roughly, from another one."""
-_SHARE: Final = 2 / 3
-"""The most of the budget that one family may use while the other one is open: on a machine that changes, the baseline alone
-used all 25 minutes."""
+_SHARES: Final = 2
+"""One family may use so many equal shares of the budget while another one is open, where there is one share more than there are
+families: on a machine that changes, the baseline alone used all 25 minutes."""
 
 
 class GoodputSearch:
@@ -91,10 +91,10 @@ class GoodputSearch:
     @staticmethod
     def _in_turn(groups: Sequence[TestFamily], points: Sequence[Point], remaining_s: float) -> list[TestFamily]:
         """Return the families, those last that have used their share of the budget."""
-        share_s = (sum(point.measured_s for point in points) + remaining_s) * _SHARE
+        share_s = (sum(point.measured_s for point in points) + remaining_s) * _SHARES / (len(groups) + 1)
 
         def used_up(group: TestFamily) -> bool:
-            of_group = (point.measured_s for point in points if point.layout.disaggregated is group.disaggregated)
+            of_group = (point.measured_s for point in points if group.has(point.layout))
             return sum(of_group) >= share_s
 
         return sorted(groups, key=used_up)
@@ -327,7 +327,7 @@ def next_rate(curve: Curve, first_per_s: float, step: float, settings: SearchSet
     return math.sqrt(lower * higher)
 
 
-# The layouts of one family, colocated or disaggregated, and which of them race against its leader. Pure.
+# The layouts of one family: colocated or disaggregated, of one pair of degrees. Which of them race against its leader. Pure.
 
 
 _ROOM = 1.25
@@ -336,9 +336,10 @@ _ROOM = 1.25
 
 @dataclass(frozen=True, slots=True)
 class TestFamily:
-    """The layouts with a prefill pool, or those without one, that have points."""
+    """The layouts with a prefill pool, or those without one, of one pair of degrees."""
 
     settings: SearchSettings
+    degrees: tuple[int, int]
     prefills: tuple[int, ...]
     """The splits of the family, the most promising first."""
     points: dict[Layout, list[Point]]
@@ -348,15 +349,14 @@ class TestFamily:
         """Return what is known of a layout."""
         return curve_of(self.points.get(layout, ()), self.settings.attainment)
 
-    @property
-    def disaggregated(self) -> bool:
-        """Tell whether the layouts of the family have a prefill pool."""
-        return self.prefills[0] > 0
+    def has(self, layout: Layout) -> bool:
+        """Tell whether a layout is of the family."""
+        return layout.disaggregated is (self.prefills[0] > 0) and layout.degrees == self.degrees
 
     @property
     def leader(self) -> Layout:
         """The best layout so far: it keeps the highest rate. Of equal ones, it is the one that was measured first."""
-        layouts = [*self.points] or [self.settings.base(self.prefills[0])]
+        layouts = [*self.points] or [self.settings.base(self.prefills[0], self.degrees)]
         return max(layouts, key=lambda one: self.curve(one).low_per_s)
 
     @property
@@ -380,9 +380,9 @@ class TestFamily:
         """Yield the layouts that might be better than the leader: other splits, then other chunks, then smaller batches."""
         leader, settings = self.leader, self.settings
         for prefill in self.prefills:
-            near = abs(prefill - leader.prefill) == 1
+            near = abs(prefill - leader.prefill) * self.degrees[0] <= math.lcm(*self.degrees)
             if prefill != leader.prefill and (near or not any(one.prefill == prefill for one in self.points)):
-                yield replace(leader, prefill=prefill, decode=settings.workers - prefill)
+                yield replace(leader, prefill=prefill, decode=settings.base(prefill, self.degrees).decode)
         chunks = sorted(settings.chunks)
         at = chunks.index(leader.chunk_tokens)
         for chunk in [*chunks[at + 1 : at + 2], *chunks[max(0, at - 1) : at]]:
@@ -431,14 +431,14 @@ class TestFamily:
 
 
 def families(settings: SearchSettings, points: Sequence[Point]) -> list[TestFamily]:
-    """Return the families that the settings name, the colocated one first: it is the baseline."""
+    """Return the families that the settings name, for each pair of degrees the colocated one first: it is the baseline."""
     found = []
-    for colocated in (True, False):
-        prefills = tuple(prefill for prefill in settings.prefills if (prefill == 0) is colocated)
-        by_layout: dict[Layout, list[Point]] = {}
-        for point in points:
-            if not point.refused and point.layout.disaggregated is not colocated:
-                by_layout.setdefault(point.layout, []).append(point)
-        if prefills:
-            found.append(TestFamily(settings, prefills, by_layout))
+    for degrees in settings.degrees:
+        for prefills in settings.splits(*degrees):
+            if prefills:
+                group = TestFamily(settings, degrees, prefills, {})
+                for point in points:
+                    if not point.refused and group.has(point.layout):
+                        group.points.setdefault(point.layout, []).append(point)
+                found.append(group)
     return found

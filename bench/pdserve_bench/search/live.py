@@ -155,11 +155,17 @@ async def carry_out(
     points: Sequence[Point] = (),
     budget_s: float = math.inf,
     clock: Callable[[], float],
-) -> tuple[list[Point], StopAction]:
+    fits: Callable[[Layout], bool] = lambda _: True,
+    restore: bool = True,
+) -> tuple[list[Point], StopAction | Layout]:
     """Search until nothing is left to do or the budget is used up, and return all points and why it ended.
 
+    fits: tells whether this cluster can be brought to a layout. The first wanted layout that does not fit ends the search here,
+    and is returned: another cluster goes on with the points.
+
     Every new point is shown to the view at once, so whoever ends the search loses one running point at most. The first layout
-    of the cluster is brought back on every path. An error that says why the search ended is kept when that fails as well.
+    of the cluster is brought back on every path, unless `restore` is False: nobody uses the cluster afterwards. An error that
+    says why the search ended is kept when that fails as well.
     """
     found = list(points)
     began_s = clock()
@@ -171,6 +177,8 @@ async def carry_out(
             action = search.next(found, left_s, reshape_s, shaped)
             if isinstance(action, StopAction):
                 return found, action
+            if not fits(action.layout):
+                return found, action.layout
             view.begins(action, found, left_s)
             if action.layout != shaped:
                 at_s = clock()
@@ -183,7 +191,8 @@ async def carry_out(
     finally:
         first = sys.exception()
         try:
-            await shaper.restore()
+            if restore:
+                await shaper.restore()
         except PdserveError as exc:
             if isinstance(first, PdserveError):
                 raise CannotShape(f"{first.message}. And then the first layout did not come back: {exc.message}") from first

@@ -1,6 +1,6 @@
 """The result of a search for goodput: a verdict is made of it, and a search resumes by its file.
 
-Rates are requests a second of the whole cluster; `rate / workers` is the goodput of one worker.
+Rates are requests a second of the whole cluster; `rate / ranks` is the goodput of one core or GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -83,6 +83,10 @@ class LayoutResult:
     """The interval is as narrow as was asked for, or the layout can no longer be the best one."""
 
 
+Device = Literal["worker", "rank", "core", "GPU"]
+"""The place of one rank. A worker: no worker is a gang. A rank: nobody said on what the ranks of a gang compute."""
+
+
 @dataclass(frozen=True, slots=True)
 class GoodputResult:
     """A whole search. `meta` has commit, hardware, model, configuration and seed, as every result file has."""
@@ -97,6 +101,7 @@ class GoodputResult:
     complete: bool
     """False: the search was interrupted or ran out of its budget, and may be resumed."""
     meta: dict[str, object] = field(default_factory=dict)
+    device: Device = "worker"
 
     @property
     def best(self) -> LayoutResult | None:
@@ -196,8 +201,8 @@ def _at(distribution: Distribution | None, name: str) -> float:
 
 
 FORMAT: Final = "pdserve-bench-goodput"
-VERSION: Final = 1
-"""The version of the format. A reader refuses a newer one."""
+VERSION: Final = 2
+"""The version of the format. A search goes on with no other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +258,14 @@ def _decode(path: Path) -> dict[str, Any]:
 
 
 def _check_head(path: Path, document: Mapping[str, Any]) -> None:
-    """Refuse a file of another format, or of a newer version of it."""
+    """Refuse a file of another format, or of another version of it: its settings do not mean the same."""
     form, version = document.get("format"), document.get("version")
     if form != FORMAT:
         raise ConfigError(f"{path}: format is {form!r} and not {FORMAT!r}: give a file that `pdserve bench goodput` wrote")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise ConfigError(f"{path}: version is {version!r}, and this release reads up to {VERSION}")
+    if version != VERSION:
+        raise ConfigError(
+            f"{path}: version is {version!r}, and this release goes on with version {VERSION} alone: give another --result-file"
+        )
 
 
 def _result(path: Path, document: Mapping[str, Any]) -> GoodputResult:
@@ -277,8 +284,9 @@ def check_same(path: Path, old: SearchFile, settings: SearchSettings, identity: 
     """Refuse to go on with a file of another search. The error names the first field that differs."""
     before: dict[str, Any] = {"ttft": old.settings.slo.ttft_s, "tpot": old.settings.slo.tpot_s}
     now: dict[str, Any] = {"ttft": settings.slo.ttft_s, "tpot": settings.slo.tpot_s}
-    before |= {"attainment": old.settings.attainment, "workers": old.settings.workers, **old.identity}
-    now |= {"attainment": settings.attainment, "workers": settings.workers, **identity}
+    for found, one in ((before, old.settings), (now, settings)):
+        found |= {"attainment": one.attainment, "ranks": one.ranks, "degrees": one.degrees}
+    before, now = before | old.identity, now | dict(identity)
     for name in [*now, *(one for one in before if one not in now)]:
         if before.get(name) != now.get(name):
             raise ConfigError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pdserve.core.errors import ConfigError
-from pdserve.rpc.v1 import inference_pb2
+from pdserve.rpc.v1 import common_pb2, inference_pb2
 from pdserve_bench.layout import Layout, Slo
 from pdserve_bench.search.trial import TrialSettings
 
@@ -17,9 +17,10 @@ class SearchSettings:
     """The layouts that a search may try, and how exact it is. A search goes on only with equal settings."""
 
     slo: Slo
-    workers: int
+    ranks: int
+    """The ranks that every layout has. Where no worker is a gang, they are its workers."""
     prefills: tuple[int, ...]
-    """The numbers of prefill workers, the most promising first. 0: all workers are colocated."""
+    """The numbers of ranks in the prefill pool, the most promising first. 0: all workers are colocated."""
     chunks: tuple[int, ...]
     """The sizes of chunks (`max_num_batched_tokens`)."""
     chunk_tokens: int
@@ -39,6 +40,8 @@ class SearchSettings:
     """No lower rate is tried. 0: a 256th of the first rate."""
     max_points: int = 18
     """The most points of one layout."""
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
+    """The ranks of one prefill and of one decode worker, each pair once, those of the baseline first."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError`, which names the field and its limit."""
@@ -48,8 +51,13 @@ class SearchSettings:
             ("splits", bool(self.prefills), "names no split, but at least one is needed"),
             (
                 "splits",
-                all(0 <= prefill < self.workers for prefill in self.prefills),
-                f"names {self.prefills} prefill workers of {self.workers} workers, but at least one worker must decode",
+                all(0 <= prefill < self.ranks for prefill in self.prefills),
+                f"names {self.prefills} prefill workers of {self.ranks} workers, but at least one worker must decode",
+            ),
+            (
+                "degrees",
+                all(any(self.splits(*pair)) for pair in self.degrees),
+                f"{self.degrees}: no split of {self.ranks} ranks into workers of one of these pairs uses all of them",
             ),
             ("chunks", self.chunk_tokens in self.chunks, f"{self.chunks} lacks the first size, {self.chunk_tokens}"),
             ("chunks", min(self.chunks, default=0) >= 1, f"{self.chunks} must all be at least 1 token"),
@@ -95,14 +103,35 @@ class SearchSettings:
         measured_s = self.max_point_s - min(self.warm_s, self.max_point_s / 2)
         return max(self.tolerance, self.min_yes_s(1.0) / measured_s)
 
-    def base(self, prefill: int) -> Layout:
-        """Return a split with the settings with which splits are compared first."""
-        return Layout(prefill, self.workers - prefill, self.chunk_tokens, self.max_num_seqs)
+    def splits(self, prefill_ranks: int, decode_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of prefill workers of these degrees, as `split_ranks` does."""
+        return split_ranks(self.prefills, self.ranks, prefill_ranks, decode_ranks)
+
+    def base(self, prefill: int, degrees: tuple[int, int] = (1, 1)) -> Layout:
+        """Return a split with the settings with which splits are compared first. prefill: the workers of that pool."""
+        decode = (self.ranks - prefill * degrees[0]) // degrees[1]
+        return Layout(prefill, decode, self.chunk_tokens, self.max_num_seqs, *degrees)
 
     def trial(self, rate_per_s: float, min_yes_s: float, max_s: float) -> TrialSettings:
         """Return the limits of a test of one rate."""
         warm_s = min(self.warm_s, max_s / 2)
         return TrialSettings(self.attainment, rate_per_s, warm_s, min(min_yes_s, 0.9 * (max_s - warm_s)), max_s)
+
+
+def split_ranks(
+    prefills: Iterable[int], ranks: int, prefill_ranks: int, decode_ranks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of prefill workers without a prefill pool, which is 0 or nothing, and those of two pools.
+
+    prefills: the ranks that the prefill pool may have, of all `ranks`. Workers have `prefill_ranks` and `decode_ranks` each.
+    Every split uses all ranks, so all layouts cost the same. Workers are colocated only where all are alike.
+    """
+    fits = [
+        pool // prefill_ranks
+        for pool in prefills
+        if pool % prefill_ranks == 0 and (ranks - pool) % decode_ranks == 0 and (pool or prefill_ranks == decode_ranks)
+    ]
+    return tuple(one for one in fits if not one), tuple(one for one in fits if one)
 
 
 # The layouts that a search tries, from what the operator wrote and what the workers say. Pure.
@@ -120,15 +149,37 @@ class SpaceLimits:
     chunk_tokens: int
     """The largest step in tokens. 0: a worker did not say."""
     max_num_seqs: int
+    degrees: tuple[int, int] = (1, 1)
+    """The ranks of one prefill and of one decode worker."""
+    prefill: int = 0
+    """The prefill workers."""
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all workers."""
+        return self.prefill * self.degrees[0] + (self.workers - self.prefill) * self.degrees[1]
 
 
 def limits_of(state: inference_pb2.GetClusterStateResponse) -> SpaceLimits:
-    """Return the limits of the linked workers. Raises `ConfigError` when there are none."""
+    """Return the limits of the linked workers. Raises `ConfigError` for none, and for gangs of several sizes in a pool."""
     hellos = [one.hello for one in state.workers]
     if not hellos:
         raise ConfigError("no worker is linked to this router: wait until `pdserve status` shows the workers")
     chunk_tokens = min(one.max_num_batched_tokens for one in hellos)
-    return SpaceLimits(len(hellos), chunk_tokens, min(one.max_num_seqs for one in hellos))
+    pools: list[list[int]] = [[], []]
+    for hello in hellos:
+        ranks = max(1, hello.tensor_parallel_size) * max(1, hello.pipeline_parallel_size)
+        pools[hello.role != common_pb2.ROLE_PREFILL].append(ranks)
+    for name, pool in zip(("prefill", "decode"), pools, strict=True):
+        if len(set(pool)) > 1:
+            raise ConfigError(
+                f"{name} workers have {' and '.join(map(str, sorted(set(pool))))} ranks: a search needs pools of equal "
+                "workers. Give --tensor-parallel-size, and it starts clusters of each degree itself"
+            )
+    prefill, decode = (pool[:1] for pool in pools)
+    degrees = (*(prefill or decode), *(decode or prefill))
+    seqs = min(one.max_num_seqs for one in hellos)
+    return SpaceLimits(len(hellos), chunk_tokens, seqs, (degrees[0], degrees[1]), len(pools[0]))
 
 
 def chunks_of(text: str, limits: SpaceLimits) -> tuple[int, ...]:
@@ -151,9 +202,10 @@ def chunks_of(text: str, limits: SpaceLimits) -> tuple[int, ...]:
     return chunks
 
 
-def splits_of(text: str, workers: int, prompt_share: float | None) -> tuple[int, ...]:
+def splits_of(text: str, workers: int, prompt_share: float | None, what: str = "workers") -> tuple[int, ...]:
     """Read `--splits`, such as 1:3,2:2,0:4, and return the numbers of prefill workers, the most promising first.
 
+    what: the noun of what is split, since a search over degrees splits cores or GPUs.
     "auto" means every split, with the one first whose prefill workers have the `prompt_share` of all computing, and then its
     neighbours. None: it is unknown, and the split in halves comes first. Raises `ConfigError`.
     """
@@ -167,11 +219,28 @@ def splits_of(text: str, workers: int, prompt_share: float | None) -> tuple[int,
             raise ConfigError(f"--splits: {part!r} is not of the form PREFILL:DECODE, such as 1:3, nor {AUTO}")
         if int(prefill) + int(decode) != workers or int(decode) < 1:
             raise ConfigError(
-                f"--splits: {part!r} must have all {workers} workers of the cluster, and at least one that decodes"
+                f"--splits: {part!r} must have all {workers} {what} of the cluster, and at least one that decodes"
             )
         if int(prefill) not in found:
             found.append(int(prefill))
     return tuple(found)
+
+
+def prefill_ranks_of(text: str, limits: SpaceLimits, prompt_share: float | None) -> tuple[int, ...]:
+    """Read `--splits` for the workers of a running cluster, and return the ranks of the prefill pool of each split.
+
+    Workers of different degrees cannot change their pools, so the present split is the only one. Raises `ConfigError`.
+    """
+    each = limits.degrees[0]
+    if each == limits.degrees[1]:
+        return tuple(each * prefill for prefill in splits_of(text, limits.workers, prompt_share))
+    here = f"{limits.prefill}:{limits.workers - limits.prefill}"
+    if text not in (AUTO, here):
+        raise ConfigError(
+            f"--splits: {text!r} needs workers that change their roles, and prefill workers have {each} ranks, decode workers "
+            f"{limits.degrees[1]}: give {here}, or let the search start clusters itself (--tensor-parallel-size)"
+        )
+    return (limits.prefill * each,)
 
 
 def first_chunk(chunks: Sequence[int], limits: SpaceLimits) -> int:

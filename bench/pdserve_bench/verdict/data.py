@@ -67,6 +67,26 @@ class CandidateData:
 
 
 @dataclass(frozen=True, slots=True)
+class DegreeData:
+    """Workers of one degree in one place, beside those of the lowest degree that was measured there."""
+
+    place: str
+    """The workers that the degree is of: `prefill`, `decode`, or `colocated` for those of a cluster with one pool."""
+    ranks: int
+    least_ranks: int
+    name: str
+    least_name: str
+    """The names of the best layouts with these degrees."""
+    each: EstimateData
+    least_each: EstimateData
+    """Their goodputs in requests a second of one core or GPU."""
+    ratio: EstimateData
+    """The first over the second."""
+    pays: bool | None
+    """The higher degree serves clearly more. None: the intervals allow both answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class ComparedData:
     """Both kinds of layouts at two points with nearly the same rate. Times are seconds."""
 
@@ -96,7 +116,8 @@ class MovedData:
 
 @dataclass(frozen=True, slots=True)
 class CostData:
-    """The output tokens for the money, at the goodput of the recommended layout."""
+    """The output tokens for the money, at the goodput of the recommended layout. A gang counts as so many workers as it has
+    ranks."""
 
     output_tokens_per_s: float
     tokens_per_worker_hour: EstimateData
@@ -187,6 +208,10 @@ class VerdictData:
     """Goodput of two pools over that of the baseline."""
     rivals: tuple[CandidateData, ...]
     """Layouts of the chosen kind that cannot be told apart from the chosen one."""
+    device: str
+    """The place of one rank: a worker, where none is a gang."""
+    degrees: tuple[DegreeData, ...]
+    """The degrees that were compared. Empty: there was one."""
     compared: ComparedData | None
     moved: MovedData | None
     cost: CostData | None

@@ -7,10 +7,10 @@ allows both answers, the verdict says so, and recommends one pool because it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from pdserve_bench.layout import Slo
+from pdserve_bench.layout import Layout, Slo
 from pdserve_bench.search.result import GoodputResult, LayoutResult, Point
 from pdserve_bench.verdict import model, points
 from pdserve_bench.verdict.data import (
@@ -19,6 +19,7 @@ from pdserve_bench.verdict.data import (
     ConstraintData,
     CostData,
     DecisionData,
+    DegreeData,
     EstimateData,
     Fit,
     FlipData,
@@ -55,6 +56,8 @@ def decide(result: GoodputResult, price_per_worker_hour: float | None = None) ->
         together=together,
         ratio=ratio,
         rivals=rivals,
+        device=result.device,
+        degrees=tuple(_degrees(result)),
         compared=points.compared(points.at_same_rate(apart_points, together_points, goodput)),
         moved=points.moved(points.nearest(apart_points, apart.goodput.value or 0.0)) if apart else None,
         cost=_cost(valid, chosen, together, price_per_worker_hour),
@@ -99,6 +102,31 @@ def _decision(apart: CandidateData | None, together: CandidateData | None, ratio
     return decided(ratio.low, ratio.high)
 
 
+def _degrees(result: GoodputResult) -> Iterator[DegreeData]:
+    """Yield what a higher degree gains or costs, for the workers of each pool of two and for colocated ones."""
+    apart = [one for one in result.layouts if one.layout.disaggregated]
+    together = [one for one in result.layouts if not one.layout.disaggregated]
+    places: tuple[tuple[str, list[LayoutResult], Callable[[Layout], int]], ...] = (
+        ("prefill", apart, lambda layout: layout.prefill_ranks),
+        ("decode", apart, lambda layout: layout.decode_ranks),
+        ("colocated", together, lambda layout: layout.decode_ranks),
+    )
+    for place, layouts, ranks_of in places:
+        of_ranks = {
+            ranks: [one for one in layouts if ranks_of(one.layout) == ranks]
+            for ranks in sorted({ranks_of(one.layout) for one in layouts})
+        }
+        (least, lowest), *higher = of_ranks.items() or [(0, [])]
+        for ranks, alike in higher:
+            each, least_each = (of_kind(map(points.of_one_rank, some)) for some in (alike, lowest))
+            ratio = ratio_of(each, least_each)
+            answer = decided(ratio.low, ratio.high)
+            known = answer is not DecisionData.UNDECIDED and bool(each.value or least_each.value)
+            names = [max(some, key=lambda one: one.goodput_per_s).layout.name for some in (alike, lowest)]
+            pays = answer is DecisionData.DISAGGREGATE if known else None
+            yield DegreeData(place, ranks, least, names[0], names[1], each, least_each, ratio, pays)
+
+
 def _rivals(result: GoodputResult, chosen: CandidateData | None) -> tuple[CandidateData, ...]:
     """Return the other layouts of the chosen kind whose goodput may be as high as the lower end of the chosen one."""
     if chosen is None or not chosen.goodput.value:
@@ -133,6 +161,8 @@ def _model(
     """Return the calibrated model and the flips. Both are empty without points or goodput of both kinds."""
     if apart is None or together is None or ratio is None or not apart.goodput.value or not together.goodput.value:
         return None, ()
+    if len({*apart.layout.degrees, *together.layout.degrees}) > 1:
+        return None, ()  # the model has one time of a prompt and one of a step, for workers that are alike
     near = [one for one in valid if one.layout in (apart.layout, together.layout)]
     fitted = model.fit(near, Facts(result.meta).prompt_tokens or prompt_tokens(result.workload))
     if fitted is None:
@@ -154,7 +184,7 @@ def _cost(
         return None
     baseline = None if together is None or together == chosen else _hourly(valid, together)
     return CostData(
-        output_tokens_per_s=hourly.value * chosen.layout.workers / 3600,
+        output_tokens_per_s=hourly.value * chosen.layout.ranks / 3600,
         tokens_per_worker_hour=hourly,
         price_per_worker_hour=price_per_worker_hour,
         tokens_per_dollar=_scaled(hourly, price_per_worker_hour),
@@ -164,11 +194,11 @@ def _cost(
 
 
 def _hourly(valid: Sequence[Point], one: CandidateData) -> EstimateData | None:
-    """Return the output tokens of a worker in an hour at the goodput of a layout, from its nearest point."""
+    """Return the output tokens of a rank in an hour at the goodput of a layout, from its nearest point."""
     point = points.nearest(points.of_layout(valid, one.layout), one.goodput.value or 0.0)
     if point is None:
         return None
-    each = point.figures.output_tokens_per_s / point.rate_per_s * 3600 / one.layout.workers
+    each = point.figures.output_tokens_per_s / point.rate_per_s * 3600 / one.layout.ranks
     value, low, high = one.goodput.value or 0.0, one.goodput.low, one.goodput.high
     return EstimateData(value * each, low * each, None if high is None else high * each)
 

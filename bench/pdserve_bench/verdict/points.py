@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from pdserve_bench.layout import Layout
@@ -95,6 +96,14 @@ def estimate(one: LayoutResult) -> EstimateData:
     """Return the goodput of a layout. The interval always holds the value."""
     value, low, high = one.goodput_per_s, one.low_per_s, one.high_per_s
     return EstimateData(value, max(0.0, min(low, value)), finite(max(high, value)))
+
+
+def of_one_rank(one: LayoutResult) -> LayoutResult:
+    """Return the goodput of a layout as that of one of its ranks."""
+    ranks = one.layout.ranks
+    return replace(
+        one, goodput_per_s=one.goodput_per_s / ranks, low_per_s=one.low_per_s / ranks, high_per_s=one.high_per_s / ranks
+    )
 
 
 def of_kind(results: Iterable[LayoutResult]) -> EstimateData:

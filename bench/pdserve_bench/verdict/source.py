@@ -77,8 +77,10 @@ def check(result: GoodputResult, name: str) -> GoodputResult:
     if wrong:
         raise ConfigError(f"{name}: {wrong}")
     layouts = [*(one.layout for one in result.layouts), *(one.layout for one in result.points)]
-    if any(one.decode < 1 or one.chunk_tokens < 1 or one.max_num_seqs < 1 for one in layouts):
-        raise ConfigError(f"{name}: decode, chunk_tokens and max_num_seqs of a layout must be at least 1")
+    if any(min(one.decode, one.chunk_tokens, one.max_num_seqs, *one.degrees) < 1 for one in layouts):
+        raise ConfigError(
+            f"{name}: decode, chunk_tokens, max_num_seqs, prefill_ranks and decode_ranks of a layout must be at least 1"
+        )
     if len({one.layout for one in result.layouts}) < len(result.layouts):
         raise ConfigError(f"{name}: layouts has the same layout twice")
     return result

@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import Final
 
 from pdserve_bench.verdict import units
-from pdserve_bench.verdict.data import Binding, CandidateData, ConstraintData, DecisionData, Doubt, FlipData, VerdictData
+from pdserve_bench.verdict.data import (
+    Binding,
+    CandidateData,
+    ConstraintData,
+    DecisionData,
+    DegreeData,
+    Doubt,
+    FlipData,
+    VerdictData,
+)
 from pdserve_bench.verdict.units import number, percent, rate, seconds, spread, times
 
 
@@ -30,6 +39,7 @@ def reasons(verdict: VerdictData) -> list[str]:
     found = [_ratio(verdict)]
     if verdict.chosen is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
         found.append(_run(verdict, verdict.chosen))
+    found += [_degree(one, verdict.device) for one in verdict.degrees]
     if verdict.compared is not None:
         found += _compared(verdict)
     if verdict.moved is not None and verdict.moved.bytes_per_request:
@@ -59,12 +69,25 @@ def _ratio(verdict: VerdictData) -> str:
         )
     if two is None or one is None or ratio is None:
         missing = "no layout with two pools" if two is None else "no colocated layout"
-        return f"The search measured {missing}. Measure one on the same workers."
+        return f"The search measured {missing}. Measure one on the same {verdict.device}s."
     if ratio.value is None:
         return f"Only two pools meet the targets: {two.name} serves {rate(two.goodput.value or 0.0)}, and {one.name} none."
     return (
         f"Two pools ({two.name}) serve {times(ratio.value)} times the requests of the best colocated layout ({one.name}) "
-        f"on the same workers; 95 % interval: {units.ratio_between(ratio)}."
+        f"on the same {verdict.device}s; 95 % interval: {units.ratio_between(ratio)}."
+    )
+
+
+def _degree(found: DegreeData, device: str) -> str:
+    """Return whether gangs pay in one place."""
+    who, least = f"TP {number(found.ranks)} for {PLACES[found.place]}", f"TP {number(found.least_ranks)}"
+    if not found.each.value and not found.least_each.value:
+        return f"{who} was measured, and no rate was kept with it, nor with {least}."
+    pays = {True: "pays beside", False: "does not pay beside", None: "cannot be told apart from"}[found.pays]
+    ratio = "" if found.ratio.value is None else f", {times(found.ratio.value)} times as many"
+    return (
+        f"{who} {pays} {least}: {found.name} serves {spread(found.each)} requests/s a {device}, and {found.least_name} "
+        f"{spread(found.least_each)}{ratio}; 95 % interval of the ratio: {units.ratio_between(found.ratio)}."
     )
 
 
@@ -73,10 +96,12 @@ def _run(verdict: VerdictData, chosen: CandidateData) -> str:
     why = ""
     if verdict.decision is DecisionData.UNDECIDED:
         why = " until it is decided, because one pool is simpler" if not layout.disaggregated else " until it is decided"
+    pools = {"prefill": layout.prefill_ranks if layout.disaggregated else 1, "decode": layout.decode_ranks}
+    gangs = [f", --set {pool}.engine.tensor_parallel_size={number(ranks)}" for pool, ranks in pools.items() if ranks > 1]
     return (
         f"Run {chosen.name}, with chunks of {number(layout.chunk_tokens)} tokens (--max-num-batched-tokens) and --max-num-seqs "
-        f"{number(layout.max_num_seqs)}{why}. Expect {spread(chosen.goodput)} requests/s with {percent(verdict.attainment)} of "
-        f"them within {targets(verdict)}."
+        f"{number(layout.max_num_seqs)}{''.join(gangs)}{why}. Expect {spread(chosen.goodput)} requests/s with "
+        f"{percent(verdict.attainment)} of them within {targets(verdict)}."
     )
 
 
@@ -111,6 +136,9 @@ def cards(verdict: VerdictData) -> list[tuple[str, str, str]]:
     if verdict.ratio is not None and verdict.decision not in (DecisionData.NOTHING, DecisionData.OPEN):
         value = "no baseline" if verdict.ratio.value is None else f"{times(verdict.ratio.value)} x"
         found.append(("two pools to one", value, units.ratio_between(verdict.ratio)))
+    for one in verdict.degrees:
+        value = "no baseline" if one.ratio.value is None else f"{times(one.ratio.value)} x"
+        found.append((f"TP {number(one.ranks)}, {one.place}", value, units.ratio_between(one.ratio)))
     if (compared := verdict.compared) is not None:
         note = f"{seconds(compared.apart_itl_p99_s)}, not {seconds(compared.together_itl_p99_s)}"
         found.append(("p99 ITL gained", seconds(compared.itl_p99_gained_s), note))
@@ -125,7 +153,7 @@ def _money(verdict: VerdictData) -> list[tuple[str, str, str]]:
     cost = verdict.cost
     if cost is None:
         return []
-    name, own, other = "tokens a worker-hour", cost.tokens_per_worker_hour, cost.baseline_tokens_per_worker_hour
+    name, own, other = f"tokens a {verdict.device}-hour", cost.tokens_per_worker_hour, cost.baseline_tokens_per_worker_hour
     if cost.tokens_per_dollar is not None:
         name, own, other = "tokens a dollar", cost.tokens_per_dollar, cost.baseline_tokens_per_dollar
     note = f"{units.between(own)}"
@@ -181,7 +209,9 @@ def flips(verdict: VerdictData) -> list[str]:
     if verdict.flips:
         return [flip(one) for one in verdict.flips]
     if verdict.fit is None:
-        return ["No model could be calibrated: it needs measured points, and a goodput, of both kinds of layouts."]
+        return [
+            "No model could be calibrated: it needs points and a goodput of both kinds of layouts, with workers of one degree."
+        ]
     return ["No single change of up to a factor of 16 changes the answer, or the model does not fit the measurement."]
 
 
@@ -197,6 +227,8 @@ def doubt(found: Doubt) -> str:
 
 # The fixed sentences of a verdict. Pure.
 
+
+PLACES: Final = {"prefill": "prefill workers", "decode": "decode workers", "colocated": "colocated workers"}
 
 HEADLINES: Final = {
     DecisionData.DISAGGREGATE: "Disaggregate: two pools serve more",

@@ -15,6 +15,7 @@ def limits_of(config: ClusterConfig) -> Limits:
         prefill=_pool(config, config.prefill),
         decode=_pool(config, config.decode),
         max_workers=config.autoscaling.max_workers,
+        max_cpus=config.autoscaling.max_cpus,
         max_gpus=config.autoscaling.max_gpus,
         max_price_per_hour=config.autoscaling.max_price_per_hour,
     )
@@ -73,4 +74,5 @@ def _pool(config: ClusterConfig, pool: PoolConfig) -> PoolLimits:
     """Return the limits of one pool. A private Ray has no more resources than it was started with."""
     needs = pool.num_cpus or pool.num_gpus or pool.resources
     most = min(pool.most, pool.offered) if config.address == "local" and needs else pool.most
-    return PoolLimits(pool.least, most, pool.num_gpus, pool.price_per_hour)
+    cost = config.cost_of(pool)
+    return PoolLimits(pool.least, most, cost.cpus, cost.gpus, cost.price_per_hour)

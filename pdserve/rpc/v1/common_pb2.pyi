@@ -217,7 +217,7 @@ class BlockCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., quarantined: _Optional[int] = ..., unaccounted: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "model_digest", "numerics", "isa", "engine", "refuses", "undivided", "unresumed", "held_tokens")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "model_fingerprint", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "dtype", "kv_bytes_per_token", "pid", "step_timeout_s", "niceness", "quantization", "max_num_batched_tokens", "draining", "flips", "flip_obstacle", "oldest_link_version", "link_version", "oldest_peer_version", "peer_version", "peak_flops_per_s", "peak_bytes_per_s", "model_digest", "numerics", "isa", "engine", "refuses", "undivided", "unresumed", "held_tokens", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "cores")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,10 @@ class WorkerHello(_message.Message):
     UNDIVIDED_FIELD_NUMBER: _ClassVar[int]
     UNRESUMED_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_EXPERT_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
@@ -284,7 +288,11 @@ class WorkerHello(_message.Message):
     undivided: _containers.RepeatedScalarFieldContainer[str]
     unresumed: _containers.RepeatedScalarFieldContainer[str]
     held_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[str] = ..., isa: _Optional[str] = ..., engine: _Optional[str] = ..., refuses: _Optional[_Iterable[str]] = ..., undivided: _Optional[_Iterable[str]] = ..., unresumed: _Optional[_Iterable[str]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    cores: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., pid: _Optional[int] = ..., step_timeout_s: _Optional[float] = ..., niceness: _Optional[int] = ..., quantization: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., flips: _Optional[int] = ..., flip_obstacle: _Optional[str] = ..., oldest_link_version: _Optional[int] = ..., link_version: _Optional[int] = ..., oldest_peer_version: _Optional[int] = ..., peer_version: _Optional[int] = ..., peak_flops_per_s: _Optional[float] = ..., peak_bytes_per_s: _Optional[float] = ..., model_digest: _Optional[str] = ..., numerics: _Optional[str] = ..., isa: _Optional[str] = ..., engine: _Optional[str] = ..., refuses: _Optional[_Iterable[str]] = ..., undivided: _Optional[_Iterable[str]] = ..., unresumed: _Optional[_Iterable[str]] = ..., held_tokens: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., enable_expert_parallel: _Optional[bool] = ..., cores: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("blocks", "queued_requests", "queued_tokens", "running_sequences", "leases_held", "loop_lag_ms", "draining", "prefix_queried_tokens", "prefix_hit_tokens", "engine_stalled_s", "foreign_blocks", "numerical_errors", "last_handle", "kv_corrupt_blocks", "kv_rotted_blocks", "prompt_tokens_per_s", "decode_step_s", "max_num_batched_tokens", "computed_prompt_tokens", "output_tokens", "prompt_busy_s", "decode_busy_s", "prompt_flops", "decode_read_bytes", "max_num_seqs", "prompt_steps", "decode_steps", "uptime_s", "experts")

@@ -237,7 +237,7 @@ def test_a_wrong_setting_is_named(changes, field):
 def test_a_race_begins_only_if_a_new_leader_can_be_settled():
     settings = settings_of(MD4, first_rate_per_s=1.0)
     points = [point(1.0, 0.95, 1.0), point(1.0, 0.95, 1.0), point(1.01, 0.5, 0.8)]
-    search = GoodputSearch(replace(settings, chunks=(256, 512), workers=4))
+    search = GoodputSearch(replace(settings, chunks=(256, 512), ranks=4))
     points = [replace(one, layout=search.settings.base(0)) for one in points]
     enough_s = settings.max_point_s + settings.warm_s + 5.0
     assert isinstance(search.next(points, enough_s + 1.0), RunAction)

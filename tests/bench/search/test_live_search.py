@@ -139,7 +139,7 @@ def virtually(work: Coroutine[Any, Any, T], loop: SimLoop, timeline: Timeline) -
 
 def settings_of(**changes: object) -> SearchSettings:
     values: dict[str, Any] = {
-        "slo": Slo(0.7, 0.05), "workers": 2, "prefills": (0,), "chunks": (512,), "chunk_tokens": 512, "max_num_seqs": 1,
+        "slo": Slo(0.7, 0.05), "ranks": 2, "prefills": (0,), "chunks": (512,), "chunk_tokens": 512, "max_num_seqs": 1,
         "first_rate_per_s": 2.0, "mean_output_tokens": 2.0, "max_point_s": 200.0,
     }  # fmt: skip
     return SearchSettings(**{**values, **changes})
@@ -158,10 +158,10 @@ class Parts:
         )
         self.shapes, self.seen = Shapes(), Seen()
 
-    def search(self, points: list[Point] | None = None, budget_s: float = 1e6) -> Any:
+    def search(self, points: list[Point] | None = None, budget_s: float = 1e6, **more: Any) -> Any:
         work = carry_out(
             GoodputSearch(self.settings), self.measure, self.shapes, self.seen,
-            points=points or [], budget_s=budget_s, clock=self.loop.time,
+            points=points or [], budget_s=budget_s, clock=self.loop.time, **more,
         )  # fmt: skip
         return virtually(work, self.loop, self.timeline)
 
@@ -198,6 +198,19 @@ def test_the_goodput_of_both_layouts_is_within_5_percent():
     assert results[0].goodput_per_s == pytest.approx(2 / 0.03, rel=0.05)
     assert results[1].goodput_per_s == pytest.approx(1 / 0.025, rel=0.05)
     assert [one.prefill for one in parts.shapes.shaped] == [0, 1]
+
+
+def test_a_layout_that_needs_another_cluster_ends_the_search_here_and_the_points_go_on_there():
+    """(1) The baseline is settled. (2) The first layout with two pools does not fit. (3) Its cluster goes on to the end."""
+    settings = settings_of(prefills=(0, 1), slo=Slo(0.15, 0.1), first_rate_per_s=20.0, max_point_s=10.0)
+    parts = Parts(settings, SplitTarget(), Arrivals(kind="constant"))
+    points, wanted = parts.search(fits=lambda layout: not layout.disaggregated, restore=False)
+    assert (wanted, parts.shapes.restored) == (Layout(1, 1, 512, 1), 0)
+    assert {point.layout.prefill for point in points} == {0}
+    there = Parts(settings, SplitTarget(), Arrivals(kind="constant"))
+    more, stop = there.search(points, fits=lambda layout: layout.disaggregated, restore=False)
+    assert stop.complete
+    assert {point.layout.prefill for point in more[len(points) :]} == {1}
 
 
 def test_the_reason_of_the_end_is_not_hidden_by_a_layout_that_stays():

@@ -48,7 +48,8 @@ def test_a_file_comes_back_equal(tmp_path: Path):
         (replace(SETTINGS, slo=Slo(2.0, None)), FILE.identity, "ttft"),
         (replace(SETTINGS, slo=Slo(1.0, 0.1)), FILE.identity, "tpot"),
         (replace(SETTINGS, attainment=0.95), FILE.identity, "attainment"),
-        (replace(SETTINGS, workers=5), FILE.identity, "workers"),
+        (replace(SETTINGS, ranks=5), FILE.identity, "ranks"),
+        (replace(SETTINGS, degrees=((1, 1), (2, 2))), FILE.identity, "degrees"),
         (SETTINGS, {**FILE.identity, "workload": "other"}, "workload"),
         (SETTINGS, {"workload": "abc"}, "model"),
     ],
@@ -63,7 +64,7 @@ def test_more_layouts_and_a_longer_budget_go_on():
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b'{"format": "pdserve-bench-goodput", "version": 9}', b'{"format": "x"}', b"\xff\x00"]
+    "content", [b"", b"[]", b"{}", b'{"format": "pdserve-bench-goodput", "version": 1}', b'{"format": "x"}', b"\xff\x00"]
 )
 def test_a_foreign_or_damaged_file_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "search.json"

@@ -128,6 +128,22 @@ def usual(width: float = 0.05) -> GoodputResult:
     return searched(Machine(), layouts, Slo(1.0, 0.03), width)
 
 
+def degrees() -> GoodputResult:
+    """Return a search over degrees on four cores: gangs pay for prefill, cost much colocated, and nobody knows for decode."""
+    sizes = {
+        layout(0, 4): (8.0, 0.05),
+        Layout(0, 2, 512, 64, 2, 2): (5.0, 0.05),
+        layout(2, 2): (8.4, 0.05),
+        Layout(1, 2, 512, 64, 2, 1): (12.0, 0.05),
+        Layout(2, 1, 512, 64, 1, 2): (12.2, 0.4),
+    }
+    found = [measured(at, best, best * (1 - width / 2), best * (1 + width / 2)) for at, (best, width) in sizes.items()]
+    points = tuple(
+        point(at, best * share, 0.95 if share < 1 else 0.5) for at, (best, _) in sizes.items() for share in (0.9, 1.1)
+    )
+    return replace(result(*found, points=points), device="core")
+
+
 def example() -> GoodputResult:
     """Return the result of the picture in docs/benchmarking.md."""
     layouts = [layout(1, 3), layout(2, 2), layout(3, 1), layout(0, 4, 256), layout(0, 4, 512)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from results import META, layout, measured, point, result, usual
+from results import META, degrees, layout, measured, point, result, usual
 
 from pdserve_bench.layout import Slo
 from pdserve_bench.search.result import GoodputResult
@@ -206,3 +206,30 @@ def test_the_money_follows_from_the_nearest_point_and_the_baseline_is_another_la
     alone = decide(result(measured(TWO, 3, 2.9, 3.1), measured(ONE, 5, 4.8, 5.2), points=points))
     assert alone.cost is not None
     assert alone.cost.baseline_tokens_per_worker_hour is None
+
+
+def test_a_degree_pays_if_a_core_of_it_clearly_serves_more():
+    found = decide(degrees())
+    told = {one.place: (one.ranks, one.least_ranks, one.pays) for one in found.degrees}
+    assert told == {"prefill": (2, 1, None), "decode": (2, 1, None), "colocated": (2, 1, False)}
+    (colocated,) = (one for one in found.degrees if one.place == "colocated")
+    assert (colocated.each.value, colocated.least_each.value) == (5.0 / 4, 8.0 / 4)
+    sure = replace(degrees(), layouts=tuple(one for one in degrees().layouts if one.layout.decode_ranks == 1))
+    assert [(one.place, one.pays) for one in decide(sure).degrees] == [("prefill", True)]
+    said = words.reasons(decide(sure))
+    assert (
+        "TP 2 for prefill workers pays beside TP 1: 1P(2 ranks)+2D serves 3 (2.92 to 3.07) requests/s a core, and 2P+2D 2.1 "
+        "(2.05 to 2.15), 1.43 times as many; 95 % interval of the ratio: 1.38 to 1.48." in said
+    )
+    assert any("--set prefill.engine.tensor_parallel_size=2. Expect" in one for one in said)
+    assert decide(usual()).degrees == ()
+
+
+def test_gangs_cost_their_ranks_and_have_no_model_of_equal_workers():
+    """A gang of two counted as one worker, so that its tokens seemed to cost half."""
+    found = degrees()
+    gang = next(one for one in found.layouts if one.layout.prefill_ranks == 2 and one.layout.disaggregated)
+    made = decide(replace(found, layouts=tuple(one for one in found.layouts if one.layout.degrees in ((1, 1), (2, 1)))), 2.0)
+    assert (made.chosen is not None and made.chosen.layout, made.fit, made.flips) == (gang.layout, None, ())
+    assert made.cost is not None
+    assert made.cost.tokens_per_worker_hour.value == pytest.approx(gang.goodput_per_s * 128 * 3600 / 4)

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 from click.testing import CliRunner
-from results import FIGURES, layout, measured, point, result, usual
+from results import FIGURES, degrees, layout, measured, point, result, usual
 
 from pdserve.cli import main
 from pdserve.core.errors import ConfigError
@@ -146,6 +146,7 @@ CASES = {
     "nothing serves": result(
         measured(layout(1, 1), 0, 0, 0.1), measured(layout(0, 2), 0, 0, 0.1), points=(point(layout(1, 1), 0.1, 0.0),)
     ),
+    "degrees": degrees(),
     "empty": result(),
     "huge": result(
         *(measured(layout(p, 64 - p, 128), 10.0**p, 9.0**p, math.inf if p % 2 else 11.0**p) for p in range(14)),

@@ -26,6 +26,8 @@ def search(monkeypatch):
     @click.option("--result-file", type=Path)
     @click.option("--address")
     @click.option("--admin-address")
+    @click.option("--tp")
+    @click.option("--config")
     def goodput(result_file: Path, **flags: object) -> None:
         seen.update(flags)
         click.echo("searching")
@@ -60,6 +62,11 @@ def test_an_interrupt_before_the_first_point_has_no_verdict(search):
     assert verdict("--workload", "w").exit_code == 130
 
 
+def test_a_search_over_degrees_gets_the_settings_of_its_clusters(search):
+    done = verdict("--workload", "w", "--tp", "1,2", "--config", "c.yaml")
+    assert (done.exit_code, search["tp"], search["config"]) == (0, "1,2", "c.yaml")
+
+
 def test_workers_start_a_cluster_of_both_pools(search, monkeypatch):
     class Cluster:
         address, admin_address = "127.0.0.1:1", "127.0.0.1:2"
@@ -85,7 +92,7 @@ def test_workers_start_a_cluster_of_both_pools(search, monkeypatch):
         ((), "give --from FILE, or --workload"),
         (("--from", "x", "--workers", "2"), "--workers is of a search"),
         (("--from", "x", "--workload", "w"), "--workload w is of a search"),
-        (("--config", "x", "--workload", "w"), "--config needs --workers"),
+        (("--workers", "2", "--workload", "w", "--tp", "1,2"), "--workers starts one cluster, and --tensor-parallel-size"),
         (("--workload", "w", "--htlm", "x"), "No such option"),
         (("--workload", "w", "--dark"), "--dark needs --png"),
         (("--workload", "w", "--price-per-hour", "nan"), "--price-per-hour must be"),
