@@ -1,6 +1,6 @@
 """The cost of each role's limits on a simulated cluster: the measurements behind the defaults of prefill and decode workers.
 
-`python -m bench.roles [--requests N]` finds the goodput of one prefill and one decode worker for variations of one limit at a
+`python -m bench.roles [--seconds S]` finds the goodput of one prefill and one decode worker for variations of one limit at a
 time, with the production core and schedulers and modelled steps (docs/design/0033). The same seed gives the same figures on
 every machine.
 """
@@ -27,8 +27,10 @@ from sim.perf.traces import TraceRequest
 from sim.perf.workers import PerfWorkerShape
 
 ATTAINMENT: Final = 0.9
-STEPS: Final = 6
-"""The halvings of the interval of rates: the last one is a hundredth of the first rate."""
+STEP: Final = 1.25
+"""The factor between the rates that are tried first, until the goodput is between two of them."""
+HALVINGS: Final = 3
+"""The halvings of that interval: the last one is 3 % wide."""
 SIGMA: Final = 0.8
 MOST: Final = 4
 """The longest prompt and answer, in times of the mean."""
@@ -48,7 +50,8 @@ H100: Final = CostModel(
 
 @dataclass(frozen=True, slots=True)
 class RoleCase:
-    """A device with the requests that suit it. `cached` of the prompts begin as one of the last `alive` prompts."""
+    """A device with the requests that load one of the roles. `cached` of the prompts begin as one of the last `alive` prompts.
+    near_per_s: a rate near the goodput, from where the search begins."""
 
     title: str
     device: str
@@ -56,6 +59,7 @@ class RoleCase:
     prompt_tokens: int
     output_tokens: int
     targets: SloClass
+    near_per_s: float
     cached: float = 0.5
     alive: int = 8
 
@@ -63,10 +67,10 @@ class RoleCase:
 ON_CORE: Final = SloClass("default", ttft_s=2.0, tpot_s=0.05)
 ON_GPU: Final = SloClass("default", ttft_s=1.0, tpot_s=0.03)
 CASES: Final = (
-    RoleCase("SmolLM2-135M, a core for each worker, 600 + 60 tokens", "cpu", CORE, 600, 60, ON_CORE),
-    RoleCase("SmolLM2-135M, a core for each worker, 60 + 120 tokens", "cpu", CORE, 60, 120, ON_CORE, cached=0.0),
-    RoleCase("Llama-3.1-8B, an H100 for each worker, 3,000 + 300 tokens", "cuda", H100, 3000, 300, ON_GPU),
-    RoleCase("Llama-3.1-8B, an H100 for each worker, 300 + 500 tokens", "cuda", H100, 300, 500, ON_GPU, cached=0.0),
+    RoleCase("SmolLM2-135M, a core for each worker, 600 + 60 tokens", "cpu", CORE, 600, 60, ON_CORE, 5.0),
+    RoleCase("SmolLM2-135M, a core for each worker, 60 + 120 tokens", "cpu", CORE, 60, 120, ON_CORE, 10.0, cached=0.0),
+    RoleCase("Llama-3.1-8B, an H100 for each worker, 3,000 + 300 tokens", "cuda", H100, 3000, 300, ON_GPU, 18.0),
+    RoleCase("Llama-3.1-8B, an H100 for each worker, 300 + 500 tokens", "cuda", H100, 300, 500, ON_GPU, 38.0, cached=0.0),
 )
 
 
@@ -99,15 +103,14 @@ def variations_of(device: str) -> Iterator[Variation]:
         yield replace(base, name=f"KV {share:.3g} : {2 - share:.3g}", kv=(share, 2 - share))
 
 
-def requests_of(case: RoleCase, rate_per_s: float, count: int) -> list[TraceRequest]:
+def requests_of(case: RoleCase, rate_per_s: float, seconds: float) -> list[TraceRequest]:
     """Return requests of Poisson arrivals. The same numbers of every rate have the same lengths."""
     random, at_s, blocks = Random(SEED), 0.0, 0
     prompts, outputs = (
         Lognormal(mean=mean, sigma=SIGMA, most=MOST * mean) for mean in (case.prompt_tokens, case.output_tokens)
     )
     found: list[TraceRequest] = []
-    for _ in range(count):
-        at_s += random.expovariate(rate_per_s)
+    while (at_s := at_s + random.expovariate(rate_per_s)) < seconds:
         prompt, output = prompts.draw(random), outputs.draw(random)
         own = range(blocks, blocks + math.ceil(prompt / BLOCK_TOKENS))
         blocks = own.stop
@@ -117,7 +120,7 @@ def requests_of(case: RoleCase, rate_per_s: float, count: int) -> list[TraceRequ
     return found
 
 
-def attained(case: RoleCase, variation: Variation, rate_per_s: float, count: int) -> float:
+def attained(case: RoleCase, variation: Variation, rate_per_s: float, seconds: float) -> float:
     """Return the share of the requests that meets both targets."""
     longest = MOST * (case.prompt_tokens + case.output_tokens)
     shapes = [
@@ -128,37 +131,41 @@ def attained(case: RoleCase, variation: Variation, rate_per_s: float, count: int
         shapes[:1], shapes[1:], calm_router(), block_size=16, judged_by={"default": case.targets}, seed=SEED,
         max_tokens=MOST * case.output_tokens,
     )  # fmt: skip
-    served = simulate(spec, requests_of(case, rate_per_s, count)).served
-    return sum(one.attained for one in served) / count
+    served = simulate(spec, requests_of(case, rate_per_s, seconds)).served
+    return sum(one.attained for one in served) / len(served)
 
 
-def goodput_of(case: RoleCase, variation: Variation, count: int) -> float:
+def goodput_of(case: RoleCase, variation: Variation, near_per_s: float, seconds: float) -> float:
     """Return the highest rate, in requests a second, at which `ATTAINMENT` of the requests meet both targets."""
-    high = 1.0
-    while attained(case, variation, high, count) >= ATTAINMENT:
-        high *= 2
-    low = 0.0 if high == 1.0 else high / 2
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        if attained(case, variation, middle, count) >= ATTAINMENT:
-            low = middle
-        else:
-            high = middle
+
+    def keeps(rate_per_s: float) -> bool:
+        return attained(case, variation, rate_per_s, seconds) >= ATTAINMENT
+
+    low = high = near_per_s
+    if keeps(near_per_s):
+        while keeps(high := high * STEP):
+            low = high
+    else:
+        while not keeps(low := low / STEP):
+            high = low
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
 
 
 def main() -> None:
     """Print a table for each device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=300, help="the requests of each run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the time of each run, of the simulated clock")
     args = parser.parse_args()
     console = Console()
     for case in CASES:
         table = Table("", "goodput 1/s", "of the defaults", title=case.title)
-        base = 0.0
+        base = 0.0  # requests a second
         for variation in variations_of(case.device):
             with console.status(f"{case.title}: {variation.name}"):
-                goodput = goodput_of(case, variation, args.requests)
+                goodput = goodput_of(case, variation, base or case.near_per_s, args.seconds)
             base = base or goodput
             table.add_row(variation.name, f"{goodput:.2f}", f"{goodput / base:.2f}")
         console.print(table)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -196,3 +197,19 @@ def test_flips_leak_no_thread_no_descriptor_and_no_memory_of_peers(cluster):
     first, last = counts[3], counts[-1]
     assert last[0] <= first[0] + 2, counts
     assert last[1] <= first[1] + 2, counts
+
+
+def test_each_role_brings_its_limits_where_none_are_set():
+    """A worker has memory for both roles, so its hello tells the larger limits, and heartbeats those of its role."""
+    with ScriptedRouter() as router:
+        engine = replace(ENGINE, max_num_batched_tokens=None, max_num_seqs=None)
+        worker = start_prefill(WorkerConfig("p", router.address, engine, LEASE, heartbeat_interval_s=0.05))
+        cluster = Cluster(router, {"p": worker})
+        try:
+            for role, tokens in ((PREFILL, 512), (DECODE, 128), (PREFILL, 512)):
+                now = cluster["p"] if cluster["p"].hello.role == role else cluster.flip("p", role)
+                assert (now.hello.max_num_seqs, now.hello.max_num_batched_tokens) == (64, 512)
+                now.until(lambda now=now, tokens=tokens: now.heartbeat and now.heartbeat.max_num_batched_tokens == tokens)
+                assert now.heartbeat.max_num_seqs == 64
+        finally:
+            worker.stop()
