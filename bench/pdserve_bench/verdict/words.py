@@ -98,9 +98,15 @@ def _run(verdict: VerdictData, chosen: CandidateData) -> str:
         why = " until it is decided, because one pool is simpler" if not layout.disaggregated else " until it is decided"
     pools = {"prefill": layout.prefill_ranks if layout.disaggregated else 1, "decode": layout.decode_ranks}
     gangs = [f", --set {pool}.engine.tensor_parallel_size={number(ranks)}" for pool, ranks in pools.items() if ranks > 1]
+    chunk, sequences = number(layout.chunk_tokens), number(layout.max_num_seqs)
+    limits = f"chunks of {chunk} tokens (--max-num-batched-tokens) and --max-num-seqs {sequences}"
+    if layout.disaggregated:
+        limits = (
+            f"chunks of {chunk} tokens in prefill workers (prefill.engine.max_num_batched_tokens), and {sequences} sequences and "
+            "their default chunk in decode workers (decode.engine.max_num_seqs)"
+        )
     return (
-        f"Run {chosen.name}, with chunks of {number(layout.chunk_tokens)} tokens (--max-num-batched-tokens) and --max-num-seqs "
-        f"{number(layout.max_num_seqs)}{''.join(gangs)}{why}. Expect {spread(chosen.goodput)} requests/s with "
+        f"Run {chosen.name}, with {limits}{''.join(gangs)}{why}. Expect {spread(chosen.goodput)} requests/s with "
         f"{percent(verdict.attainment)} of them within {targets(verdict)}."
     )
 
