@@ -102,8 +102,8 @@ def _run(verdict: VerdictData, chosen: CandidateData) -> str:
     limits = f"chunks of {chunk} tokens (--max-num-batched-tokens) and --max-num-seqs {sequences}"
     if layout.disaggregated:
         limits = (
-            f"chunks of {chunk} tokens in prefill workers (prefill.engine.max_num_batched_tokens), and {sequences} sequences and "
-            "their default chunk in decode workers (decode.engine.max_num_seqs)"
+            f"chunks of {chunk} tokens in prefill workers (prefill.engine.max_num_batched_tokens), and {sequences} sequences "
+            "and their default chunk in decode workers (decode.engine.max_num_seqs)"
         )
     return (
         f"Run {chosen.name}, with {limits}{''.join(gangs)}{why}. Expect {spread(chosen.goodput)} requests/s with "
