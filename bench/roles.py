@@ -19,6 +19,7 @@ from rich.table import Table
 
 from pdserve.config import ROLE_LIMITS, RoleLimits
 from pdserve.core.slo import SloClass
+from pdserve.core.worker import Role
 from pdserve_bench.workload.request import Lognormal
 from pdserve_bench.workload.traces import BLOCK_TOKENS
 from sim.perf.cluster import ClusterSpec, calm_router, simulate
@@ -60,6 +61,8 @@ class RoleCase:
     output_tokens: int
     targets: SloClass
     near_per_s: float
+    loads: Role
+    """The role that binds: its limits are varied."""
     cached: float = 0.5
     alive: int = 8
 
@@ -67,10 +70,14 @@ class RoleCase:
 ON_CORE: Final = SloClass("default", ttft_s=2.0, tpot_s=0.05)
 ON_GPU: Final = SloClass("default", ttft_s=1.0, tpot_s=0.03)
 CASES: Final = (
-    RoleCase("SmolLM2-135M, a core for each worker, 600 + 60 tokens", "cpu", CORE, 600, 60, ON_CORE, 5.0),
-    RoleCase("SmolLM2-135M, a core for each worker, 60 + 120 tokens", "cpu", CORE, 60, 120, ON_CORE, 10.0, cached=0.0),
-    RoleCase("Llama-3.1-8B, an H100 for each worker, 3,000 + 300 tokens", "cuda", H100, 3000, 300, ON_GPU, 18.0),
-    RoleCase("Llama-3.1-8B, an H100 for each worker, 300 + 500 tokens", "cuda", H100, 300, 500, ON_GPU, 38.0, cached=0.0),
+    RoleCase("SmolLM2-135M, a core for each worker, 600 + 60 tokens", "cpu", CORE, 600, 60, ON_CORE, 6.0, Role.PREFILL),
+    RoleCase(
+        "SmolLM2-135M, a core for each worker, 60 + 120 tokens", "cpu", CORE, 60, 120, ON_CORE, 10.0, Role.DECODE, cached=0.0
+    ),
+    RoleCase("Llama-3.1-8B, an H100 for each worker, 3,000 + 300 tokens", "cuda", H100, 3000, 300, ON_GPU, 16.0, Role.PREFILL),
+    RoleCase(
+        "Llama-3.1-8B, an H100 for each worker, 300 + 500 tokens", "cuda", H100, 300, 500, ON_GPU, 30.0, Role.DECODE, cached=0.0
+    ),
 )
 
 
@@ -84,21 +91,22 @@ class Variation:
     kv: tuple[float, float] = (1.0, 1.0)
 
 
-def variations_of(device: str) -> Iterator[Variation]:
+def variations_of(case: RoleCase) -> Iterator[Variation]:
     """Yield the defaults, and then variations of one limit at a time."""
-    prefill, decode = (ROLE_LIMITS[device][role] for role in ("prefill", "decode"))
+    prefill, decode = (ROLE_LIMITS[case.device][role.value] for role in (Role.PREFILL, Role.DECODE))
     base = Variation("defaults", prefill, decode)
     yield base
-    for factor in (0.25, 0.5, 2, 4):
+    for factor in (0.25, 0.5, 2, 4) if case.loads is Role.PREFILL else ():
         tokens = int(prefill.max_num_batched_tokens * factor)
         yield replace(base, name=f"prefill chunk {tokens:,}", prefill=prefill._replace(max_num_batched_tokens=tokens))
-    for factor in (0.25, 0.5, 2, 4):
+    for factor in (0.5, 4) if case.loads is Role.PREFILL else ():
         tokens = int(decode.max_num_batched_tokens * factor)
         yield replace(base, name=f"decode chunk {tokens:,}", decode=decode._replace(max_num_batched_tokens=tokens))
-    for factor in (0.25, 0.5, 2, 4):
+    for factor in (0.25, 0.5, 2, 4) if case.loads is Role.DECODE else ():
         seqs = int(decode.max_num_seqs * factor)
-        tokens = max(decode.max_num_batched_tokens, seqs)
-        yield replace(base, name=f"decode sequences {seqs:,}", decode=RoleLimits(seqs, tokens))
+        yield replace(
+            base, name=f"decode sequences {seqs:,}", decode=RoleLimits(seqs, max(decode.max_num_batched_tokens, seqs))
+        )
     for share in (0.25, 0.5, 1.5, 1.75):
         yield replace(base, name=f"KV {share:.3g} : {2 - share:.3g}", kv=(share, 2 - share))
 
@@ -163,7 +171,7 @@ def main() -> None:
     for case in CASES:
         table = Table("", "goodput 1/s", "of the defaults", title=case.title)
         base = 0.0  # requests a second
-        for variation in variations_of(case.device):
+        for variation in variations_of(case):
             with console.status(f"{case.title}: {variation.name}"):
                 goodput = goodput_of(case, variation, base or case.near_per_s, args.seconds)
             base = base or goodput
