@@ -1,6 +1,6 @@
 """Measures a gang beside one process: two ranks of one thread, a process with two threads, and one with a single thread.
 
-    python -m bench.engine.gangs [--ranks 2] [--rounds 9]
+    python -m bench.engine.gangs [--ranks 2] [--rounds 9] [--dtype float32]
 
 The model has the shape of Qwen2.5-0.5B and made-up weights, and needs no download. The ways take turns within each round. First
 comes the time of a sum over ranks (meetings.cpp), each rank on a core of its own.
@@ -26,7 +26,7 @@ from rich.table import Table
 import pdserve
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.tiny import write_tiny
-from pdserve.config import MIB, EngineConfig
+from pdserve.config import MIB, Dtype, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: torch computes")
     args = parser.parse_args()
     console = Console()
     table = Table("bytes of a sum", "median us", "p99 us", title=f"{args.ranks} ranks add up")
@@ -60,7 +61,7 @@ def main() -> None:
         table.add_row(*line)
     console.print(table)
     with tempfile.TemporaryDirectory() as folder:
-        times = measured(Path(folder), args.ranks, args.rounds)
+        times = measured(Path(folder), args.ranks, args.rounds, args.dtype)
     table = Table("step", *(f"{name}, tokens/s" for name in times), "gang / one thread", "gang / threads")
     one, threads, gang = times.values()
     for case, (sequences, new, _) in CASES.items():
@@ -80,7 +81,7 @@ def meetings(ranks: int) -> Iterator[list[str]]:
     yield from (line.split() for line in result.stdout.splitlines())
 
 
-def measured(folder: Path, ranks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measured(folder: Path, ranks: int, rounds: int, dtype: Dtype) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each step in each round, by the name of the way."""
     write_tiny(folder)
     path = folder / "config.json"
@@ -97,6 +98,7 @@ def measured(folder: Path, ranks: int, rounds: int) -> dict[str, dict[str, list[
         for name, config in configs.items():
             made = EngineConfig(
                 load_format="dummy",
+                dtype=dtype,
                 kv_cache_memory=256 * MIB,
                 threads=config.threads,
                 tensor_parallel_size=config.tensor_parallel_size,
@@ -105,6 +107,7 @@ def measured(folder: Path, ranks: int, rounds: int) -> dict[str, dict[str, list[
         for round_ in range(rounds + 1):
             for case, sizes in CASES.items():
                 for name, runner in runners.items():
+                    torch.set_num_threads(configs[name].threads)  # of steps by torch, which are those of the process
                     seconds = step_s(runner, *sizes)
                     if round_:  # the first one warms up
                         times[name][case].append(seconds)

@@ -34,7 +34,7 @@ int main(int count, char** arguments) {
     if (count != 3) return 2;
     const int ranks = atoi(arguments[1]), rounds = atoi(arguments[2]);
     const long most = 1 << 20;
-    PdGang of{0, ranks, 0, 1, 1, 1, most, 32, 64, 10'000, nullptr};
+    PdGang of{0, ranks, 0, 1, 1, 1, most, 32, 0, 64, 10'000, nullptr};
     of.memory = mmap(nullptr, Gang::bytes(of), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (int rank = 1; rank < ranks; rank++)
         if (fork() == 0) {

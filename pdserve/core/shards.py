@@ -6,7 +6,8 @@ layers each. With `experts`, a rank has whole experts of a mixture instead of so
 
 Only products over numbers that ranks share have sums over ranks. They are added as the parts of one rank are
 (`ModelSpec.parts`), so the degrees change no bit. Where ranks do not divide the parts, as three ranks never do, they share no
-sums: each gathers the whole rows and computes some columns of these products, too.
+sums: each gathers the whole rows and computes some columns of these products, too. All this is for compiled code. Ranks that
+compute by torch never share sums, and need no equal shares (`columns_of`, `whole_heads`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ class Degrees:
         """The number of processes."""
         return self.tensor * self.pipeline
 
-    def check(self, spec: ModelSpec) -> None:
-        """Raise `ConfigError` when a model cannot be shared so. The error names the degrees that work."""
-        works = [tensor for tensor in range(1, MOST_DEGREE + 1) if shares_evenly(spec, tensor)]
+    def check(self, spec: ModelSpec, *, equal: bool = True) -> None:
+        """Raise `ConfigError` when a model cannot be shared so. The error names the degrees that work.
+
+        equal: the ranks must have equal shares, as compiled code needs them.
+        """
+        works = [tensor for tensor in range(1, MOST_DEGREE + 1) if not equal or shares_evenly(spec, tensor)]
         if self.tensor not in works:
             heads = dict.fromkeys((layer.attention.heads, layer.attention.kv_heads) for layer in spec.layers)
             words = " and ".join(f"{queries} query heads and {kv_heads} KV heads" for queries, kv_heads in heads)
@@ -130,6 +134,20 @@ class RankShare:
     def token_ids(self) -> range:
         """The rows of embedding and head that it has."""
         return self._panels(self.spec.vocab_size)
+
+    def columns_of(self, width: int) -> range:
+        """Return its columns of a product of `width` columns, where ranks need no equal shares.
+
+        The last rank has what is left after all whole panels. Ranks may have no columns.
+        """
+        panels, ranks = width // PANEL, self.degrees.tensor
+        first, behind = (panels * rank // ranks * PANEL for rank in (self.rank, self.rank + 1))
+        return range(first, width if self.rank == ranks - 1 else behind)
+
+    def whole_heads(self, attention: Attention) -> range:
+        """Return the KV heads that it computes alone, with all of their query heads. Ranks may have none."""
+        count, ranks = attention.kv_heads, self.degrees.tensor
+        return range(count * self.rank // ranks, count * (self.rank + 1) // ranks)
 
     def _panels(self, width: int) -> range:
         """Return its columns of a product of `width` columns."""

@@ -21,24 +21,14 @@ from pdserve.checkpoint.progress import Progress, silent
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
-from pdserve.core.model_spec import ModelSpec
 from pdserve.core.roofline import ModelShape, StepTraffic
-from pdserve.core.shards import Degrees, RankShare
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import ExpertLoad, expert_load
-from pdserve.engine.attention.api import Scores
-from pdserve.engine.attention.bounded import MOST_POSITIONS, BoundedAttention
-from pdserve.engine.attention.fast import FastAttention
-from pdserve.engine.attention.invariant import InvariantAttention
+from pdserve.engine.attention.bounded import MOST_POSITIONS
 from pdserve.engine.gang.leader import Gang, OnLost
-from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.kv.cache import KvCache, zeros
+from pdserve.engine.kv.cache import zeros
 from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
-from pdserve.engine.layers.elementwise import softcap, softcap_fixed
-from pdserve.engine.layers.linear import COMPILED_SCHEMES
-from pdserve.engine.layers.rows import TiledRows, WholeRows
-from pdserve.engine.layers.torch_ops import TorchOps
 from pdserve.engine.loading.load import stream_weights
 from pdserve.engine.loading.source import TensorSource
 from pdserve.engine.memory.device import PoolMeasure, is_memory_error
@@ -46,8 +36,7 @@ from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
-from pdserve.engine.models.batched import BatchedDecoder, Hidden
-from pdserve.engine.models.decoder import Backend, Decoder, obstacle
+from pdserve.engine.models.choice import check_ranks, make_model
 from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.sampler import MaskThread, all_greedy, best_ids, sample
@@ -55,12 +44,6 @@ from pdserve.engine.sampler import MaskThread, all_greedy, best_ids, sample
 DRAFTS_OBSTACLE: Final = (
     "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
 )
-TRITON_FEATURES: Final = frozenset({
-    "window", "bias", "out_bias", "qk_norm", "softcap", "scale", "rope of a part of a head", "latent attention", "gelu_tanh",
-    "a mixture of experts", "post_norms", "an offset of norms", "embedding_scale", "a softcap of logits",
-})  # fmt: skip
-"""The names of `ModelSpec.features` that the Triton kernels compute, or leave to torch where they are functions of rows. A
-model with other features is computed by torch alone."""
 CPU_PROMPT_TOKENS: Final = 128
 """The number of tokens that shows the speed at which a CPU computes prompts. 512 tokens take four times as long and show the
 same speed."""
@@ -167,7 +150,6 @@ class ModelRunner:
 
         gang = None
         if config.degrees.ranks > 1:
-            config.degrees.check(card.spec)
             if device_of(config.device).type != "cpu":
                 raise ConfigError(f"{config.gang}, and gangs compute on CPUs: set device to cpu, or use backend vllm on GPUs")
             gang = Gang(on_lost)
@@ -250,11 +232,17 @@ class ModelRunner:
             kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most, allocate=allocate)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.longest)
         if gang is not None:
-            if not native.supports(card.spec, kv):
-                raise ConfigError(f"{config.degrees} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
-            gang.start(directory, card, config, max_model_len, kv_bytes)
+            compiled = native.supports(card.spec, kv)
+            if compiled:
+                config.degrees.check(card.spec)
+            else:
+                check_ranks(card.spec, kv, config)
+            gang.start(directory, card, config, max_model_len, kv_bytes, compiled=compiled)
         try:
-            model = _model(card, weights, kv, config, max_model_len, gang)
+            if gang is not None:
+                model: Model = gang.model(weights, kv)
+            else:
+                model = make_model(card.spec, weights, kv, config, max_model_len)
         except MemoryError as exc:
             raise ConfigError("not enough memory to lay the model's weights out for the compiled code") from exc
         invariant = bool(config.batch_invariant)
@@ -369,71 +357,6 @@ def _raise_out_of_memory(exc: BaseException, plan: StepPlan) -> None:
     """Raise `OutOfMemory` if an exception of this plan's step means that memory ran out."""
     if is_memory_error(exc):
         raise OutOfMemory(f"a step of {plan.num_tokens} tokens of {len(plan.slices)} sequences got no memory") from exc
-
-
-def _model(
-    card: ModelCard, weights: WeightSource, kv: KvPool, config: EngineConfig, max_positions: int, gang: Gang | None
-) -> Model:
-    """Return the compiled model, which is batch-invariant by itself, or a torch model where the compiled model does not run.
-
-    Raises `ConfigError` when weights are to be quantised and the compiled model does not run here.
-    """
-    if native.supports(card.spec, kv):
-        share, scheme = (
-            RankShare(card.spec, Degrees() if gang is None else config.degrees),
-            COMPILED_SCHEMES[config.quantization],
-        )
-        return native.NativeDecoder(share, weights, kv, max_positions, scheme, None if gang is None else gang.place)
-    if config.quantization is not None:
-        raise ConfigError(f"quantization {config.quantization} needs {native.NEEDS}; {native.obstacle(card.spec, kv)}")
-    lacking = obstacle(card.spec)
-    if lacking is not None:
-        raise ConfigError(f"the model {card.name} has {lacking}, which no engine here computes")
-    backend = _backend(card.spec, kv.caches, invariant=bool(config.batch_invariant))
-    model = Decoder(card.spec, weights, backend, max_positions)
-    hidden = _recorded(model, backend, kv.caches, max_positions, config.largest_limits("cuda").max_num_seqs) or model.hidden
-    return BatchedDecoder(model, hidden, kv.caches, backend)
-
-
-def _backend(spec: ModelSpec, caches: tuple[KvCache, ...], *, invariant: bool) -> Backend:
-    """Return the parts of a torch decoder, with attention and operations for each KV group."""
-    shared = [spec.layers[layers[0]].attention for layers in spec.kv_groups]
-    groups = [(kv, one.heads, Scores.of(one)) for kv, one in zip(caches, shared, strict=True)]
-    if invariant:
-        exact = tuple(BoundedAttention(InvariantAttention(*group), group[-1]) for group in groups)
-        return Backend(TiledRows(), exact, tuple(TorchOps(kv, fixed=True) for kv in caches), softcap_fixed)
-    first = caches[0]
-    cast = not first.layout.quantised and TORCH_DTYPES[first.layout.dtype] is not first.dtype  # kernels cannot cast numbers
-    if triton_usable(first.device) and not cast and spec.beyond(TRITON_FEATURES) is None:
-        from pdserve.engine.attention.triton import TritonAttention
-        from pdserve.engine.kernels.ops import TritonOps
-        from pdserve.engine.kernels.shape import shape_of
-
-        by_kernels = tuple(
-            TritonAttention(kv.paged, shape_of(one, kv.paged.block_size, kv.paged.format), kv.dtype)
-            for kv, one in zip(caches, shared, strict=True)
-        )
-        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap, "Triton")
-    fast = tuple(BoundedAttention(FastAttention(*group), group[-1]) for group in groups)
-    return Backend(WholeRows(), fast, tuple(TorchOps(kv, fixed=False) for kv in caches), softcap)
-
-
-def _recorded(
-    model: Decoder, backend: Backend, caches: tuple[KvCache, ...], max_positions: int, max_batch: int
-) -> Hidden | None:
-    """Return decode steps as CUDA graphs, or None when steps cannot be recorded, because the backend computes on the host, or
-    because a layer waits for the device.
-    """
-    if not triton_usable(caches[0].device) or not model.recordable:
-        return None
-    from pdserve.engine.attention.triton import TritonAttention
-    from pdserve.engine.models.graphs import DecodeGraphs, cuda_recorder
-
-    attention = tuple(one for one in backend.attention if isinstance(one, TritonAttention))
-    if len(attention) < len(caches):
-        return None
-    limits = {"max_positions": max_positions, "max_batch": max_batch}
-    return DecodeGraphs(model, attention, cuda_recorder(), caches=caches, **limits).hidden
 
 
 def _why_no_cuda() -> str:

@@ -14,7 +14,7 @@ from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.models import decoder
 from pdserve.engine.models import native_decoder as native
-from pdserve.engine.runner import TRITON_FEATURES
+from pdserve.engine.models.choice import TRITON_FEATURES
 
 COMPILED: Final = "compiled CPU"
 TRITON: Final = "Triton"

@@ -128,24 +128,28 @@ def test_workers_tell_their_degrees_and_cores(mixed: ProcessCluster) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "number"), [("prefill-0", signal.SIGKILL), ("decode-2", signal.SIGKILL)])
-def test_a_rank_that_dies_ends_its_worker_and_no_request(
-    mixed: ProcessCluster, expected: Expected, name: str, number: signal.Signals
-) -> None:
+def kill_a_rank(cluster: ProcessCluster, expected: Expected, name: str, number: signal.Signals) -> None:
     """Requests go on elsewhere with the same tokens, and the gang comes back as one."""
     prompt = list(range(40))
-    streams = [OpenStream(mixed, request(prompt, APART, max_tokens=400, **GREEDY)) for _ in range(4)]
+    streams = [OpenStream(cluster, request(prompt, APART, max_tokens=400, **GREEDY)) for _ in range(4)]
     received = [stream.read(8) for stream in streams]
-    (rank,) = ranks_of(mixed, name)
+    (rank,) = ranks_of(cluster, name)
     rank.send_signal(number)
-    assert mixed.processes[name].popen.wait(ENDS_S) == 1
-    assert "rank 1 of this worker" in mixed.processes[name].log()
-    mixed.heal()
+    assert cluster.processes[name].popen.wait(ENDS_S) == 1
+    assert "rank 1 of this worker" in cluster.processes[name].log()
+    cluster.heal()
     alone = expected(prompt, {"temperature": 0.0}, 400)
     for stream, ids in zip(streams, received, strict=True):
         with stream:
             assert ids + stream.read(400 - len(ids)) == alone
-    mixed.assert_empty()
+    cluster.assert_empty()
+
+
+@pytest.mark.parametrize(("name", "number"), [("prefill-0", signal.SIGKILL), ("decode-2", signal.SIGKILL)])
+def test_a_rank_that_dies_ends_its_worker_and_no_request(
+    mixed: ProcessCluster, expected: Expected, name: str, number: signal.Signals
+) -> None:
+    kill_a_rank(mixed, expected, name, number)
     check_tokens(mixed, expected, APART)
 
 
@@ -189,6 +193,17 @@ def test_experts_of_ranks_and_kv_of_other_dtypes(tmp_path: Path, quantization: A
         check_tokens(cluster, Expected(engine), APART, TOGETHER)
     with cluster_of(engine, [{**whole, "kv_cache_dtype": "fp32"}], [{}]) as cluster:
         check_tokens(cluster, Expected(engine), APART)
+
+
+@pytest.mark.slow
+def test_ranks_by_torch_hand_over_in_float32_and_end_as_one(dense: EngineConfig) -> None:
+    """Two ranks lend to one process and take from it, with its tokens, and a rank that dies costs no request."""
+    engine, two = replace(dense, dtype="float32", batch_invariant=True), {"tensor_parallel_size": 2}
+    expected = Expected(engine)
+    with cluster_of(engine, [two, {}], [{}, two]) as cluster:
+        check_tokens(cluster, expected, APART, TOGETHER)
+        kill_a_rank(cluster, expected, "decode-1", signal.SIGKILL)
+        check_tokens(cluster, expected, APART)
 
 
 @pytest.mark.slow

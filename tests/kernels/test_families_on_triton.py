@@ -8,9 +8,8 @@ from test_recorded_decode import record_nothing, steps
 
 from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig
-from pdserve.engine import runner
 from pdserve.engine.kernels.ops import TritonOps
-from pdserve.engine.models import graphs
+from pdserve.engine.models import choice, graphs
 from pdserve.engine.runner import ModelRunner
 from testkit.random_models import RANDOM_MODELS, write_random
 
@@ -22,7 +21,7 @@ def runners(directory, kv_cache_dtype: str) -> tuple[ModelRunner, ModelRunner]:
     if DEVICE.type == "cuda":
         return by_torch, ModelRunner.load(directory, card, EngineConfig(device="cuda", kv_cache_memory=4 * MIB, **settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(choice, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
         return by_torch, ModelRunner.load(directory, card, EngineConfig(device="cpu", kv_cache_memory=4 * MIB, **settings))
 

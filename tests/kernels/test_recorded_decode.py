@@ -15,9 +15,8 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.model_spec import MoeSpec
 from pdserve.core.step_plan import SequenceSlice, StepPlan
-from pdserve.engine import runner
 from pdserve.engine.loading.load import load_weights
-from pdserve.engine.models import graphs
+from pdserve.engine.models import choice, graphs
 from pdserve.engine.models.graphs import buckets
 from pdserve.engine.models.weights import ModelWeights, MoeWeights
 from pdserve.engine.runner import ModelRunner
@@ -62,7 +61,7 @@ def runners(request, tmp_path_factory):
         config = EngineConfig(device="cuda", kv_cache_memory=4 * MIB, **settings)
         return torch_runner, ModelRunner.make(card, config, load)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(choice, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
         by_triton = ModelRunner.make(card, config, load)
     assert by_triton.describe().startswith("Triton float32")
@@ -104,7 +103,7 @@ def test_recording_touches_no_block(kv_cache_dtype):
     """All rows are nobody's while a step is recorded."""
     directory = resolve("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(choice, "triton_usable", lambda device: True)
         patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
         config = EngineConfig(
             dtype="float32", device=DEVICE.type, kv_cache_memory=MIB, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype
@@ -131,7 +130,7 @@ def test_recorded_steps_count_the_tokens_of_experts_and_no_row_of_nobody():
     settings = {"dtype": "float32", "max_num_seqs": 3}
     by_torch = ModelRunner.make(card, EngineConfig(device="cpu", kv_cache_memory=MIB, **settings), load)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "triton_usable", lambda device: True)
+        patch.setattr(choice, "triton_usable", lambda device: True)
         if DEVICE.type == "cpu":
             patch.setattr(graphs, "cuda_recorder", lambda: record_nothing)
         by_triton = ModelRunner.make(card, EngineConfig(device=DEVICE.type, kv_cache_memory=MIB, **settings), load)

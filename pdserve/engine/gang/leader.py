@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,17 +24,16 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, ReplicaLost
 from pdserve.core.kv_layout import ceil_div
-from pdserve.core.shards import RankShare
-from pdserve.engine.gang.memory import SharedMemory, gang_bytes, gang_layout, lose, place_of
-from pdserve.engine.gang.rank import RankOrder
-from pdserve.engine.native import library
+from pdserve.engine.gang import meeting, memory
+from pdserve.engine.gang.memory import SharedMemory, gang_layout
+from pdserve.engine.gang.rank import LOAD_S, RankModel, RankOrder, memory_bytes, model_of
+from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.models.weights import WeightSource
 from pdserve.killable_child import environment
 from pdserve.observe.title import shown_name
 
 log = logging.getLogger(__name__)
 
-LOAD_S: Final = 600.0
-"""The longest time that the other ranks may load after rank 0 has loaded. All of them read the same files."""
 STOP_S: Final = 2.0
 """A rank that has not ended so long after the gang is killed."""
 _LINE_BYTES: Final = 1 << 16
@@ -59,8 +59,8 @@ class Gang:
         self._closing = False
         self._wake, self._waker = os.pipe()
         self._thread: threading.Thread | None = None
-        self.place: library.NativeGang | None = None
-        """The place of rank 0."""
+        self._order: RankOrder | None = None
+        self._lose: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
         """Say which processes the gang has."""
@@ -73,26 +73,45 @@ class Gang:
         self._kv.append(SharedMemory(nbytes))
         return self._kv[-1].bytes
 
-    def start(self, directory: Path, card: ModelCard, config: EngineConfig, max_model_len: int, kv_bytes: int) -> None:
-        """Start the other ranks, which load their shares while rank 0 loads its own. Raises `ConfigError`."""
-        # A step has one token of each decode, and prompts within the budget, but at least a block of them.
-        rows = sum(config.largest_limits("cpu")) + config.block_size
-        layout = gang_layout(
-            card.spec, config.degrees, rows=rows, table_blocks=ceil_div(max_model_len, config.block_size) + 1,
-            groups=len(self._kv), timeout_s=config.step_timeout_s,
-        )  # fmt: skip
-        self._meeting = SharedMemory(gang_bytes(layout))
-        self.place = place_of(layout, RankShare(card.spec, config.degrees), self._meeting)
+    def start(
+        self, directory: Path, card: ModelCard, config: EngineConfig, max_model_len: int, kv_bytes: int, *, compiled: bool
+    ) -> None:
+        """Start the other ranks, which load their shares while rank 0 loads its own. Raises `ConfigError`.
+
+        compiled: compiled code computes the steps. Otherwise torch does.
+        """
         order = RankOrder(
-            directory, card, config, 0, max_model_len, kv_bytes, tuple(kv.descriptor for kv in self._kv),
-            self._meeting.descriptor, bytes(layout), shown_name(),
-        )  # fmt: skip
+            directory, card, config, 0, max_model_len, kv_bytes, tuple(kv.descriptor for kv in self._kv), 0, None, shown_name()
+        )
+        if compiled:
+            # A step has one token of each decode, and prompts within the budget, but at least a block of them.
+            rows = sum(config.largest_limits("cpu")) + config.block_size
+            layout = gang_layout(
+                card.spec, config.degrees, rows=rows, table_blocks=ceil_div(max_model_len, config.block_size) + 1,
+                groups=len(self._kv), timeout_s=config.step_timeout_s,
+            )  # fmt: skip
+            order = replace(order, layout=bytes(layout))
+            self._meeting = SharedMemory(memory_bytes(order))
+            self._lose = partial(memory.lose, memory.place_of(layout, order.share, self._meeting))
+        else:
+            self._meeting = SharedMemory(memory_bytes(order))
+            self._lose = partial(meeting.lose, self._meeting)
+        self._order = order = replace(order, meeting=self._meeting.descriptor)
         orders = [
             replace(order, number=number, title=f"{order.title} rank {number}") for number in range(1, config.degrees.ranks)
         ]
         self._expected = len(orders)
         self._thread = threading.Thread(target=self._watch, args=(orders,), name="gang", daemon=True)
         self._thread.start()
+
+    def model(self, weights: WeightSource, kv: KvPool) -> RankModel:
+        """Return the share of rank 0. Raises `ConfigError`, also when another rank cannot load."""
+        assert self._order is not None
+        try:
+            return model_of(self._order, weights, kv, self._meeting)
+        except ReplicaLost:
+            self.wait_ready()
+            raise
 
     def wait_ready(self, timeout_s: float = LOAD_S) -> None:
         """Wait until all ranks have loaded. Raises `ConfigError` when one of them cannot, or not within `timeout_s`."""
@@ -110,8 +129,7 @@ class Gang:
             if self._closing:
                 return
             self._closing = True
-        if self.place is not None:
-            lose(self.place)
+        self._lose()
         if self._thread is not None:
             os.write(self._waker, b"x")
             self._thread.join(STOP_S * (self._expected + 1))
@@ -133,22 +151,21 @@ class Gang:
             self._error = error or "the ranks of this worker were ended"
             was_ready = self._ready == self._expected
             self._changed.notify_all()
-        assert self.place is not None
         if lost:  # before a step fails, after which the process may end at once
             log.error("the gang is lost: %s", self._error)
-        lose(self.place)
+        self._lose()
         if lost and was_ready:
             self._on_lost(ReplicaLost(self._error))
         for rank in self._ranks:
             rank.end()
 
     def _start_all(self, orders: list[RankOrder]) -> None:
-        memory = (*self._kv, self._meeting)
+        shared = (*self._kv, self._meeting)
         try:
             for order in orders:
-                self._ranks.append(_Rank(order, tuple(one.descriptor for one in memory)))
+                self._ranks.append(_Rank(order, tuple(one.descriptor for one in shared)))
         finally:
-            for one in memory:
+            for one in shared:
                 one.close_descriptor()
         for rank, order in zip(self._ranks, orders, strict=True):
             rank.give(order)

@@ -26,17 +26,24 @@ from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.errors import PdserveError, ReplicaLost
 from pdserve.core.shards import RankShare
+from pdserve.engine.gang.meeting import MetRanks, RankDecoder, meeting_bytes
 from pdserve.engine.gang.memory import SharedMemory, gang_bytes, place_of
 from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.loading.load import stream_weights
+from pdserve.engine.models.choice import torch_model
 from pdserve.engine.models.native_decoder import NativeDecoder
+from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.observe.logs import setup_logging
 from pdserve.observe.title import set_title
 
 PR_SET_PDEATHSIG: Final = 1
+LOAD_S: Final = 600.0
+"""The longest time that the other ranks may load after one rank has loaded. All of them read the same files."""
+RankModel = NativeDecoder | RankDecoder
+"""The share of a rank, which computes steps in rank 0 and follows in the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ class RankOrder:
     """The order by which rank 0 starts another rank. `number` is the rank's place in the gang.
 
     kv, meeting: the descriptors of the memory of each KV group, and of the place where ranks meet. layout: `NativeGang` as
-    bytes. kv_bytes: the bytes of all KV groups. title: the name of the worker, for the list of processes.
+    bytes; None where torch computes. kv_bytes: the bytes of all KV groups. title: the name of the worker, for the list of
+    processes.
     """
 
     directory: Path
@@ -55,8 +63,13 @@ class RankOrder:
     kv_bytes: int
     kv: tuple[int, ...]
     meeting: int
-    layout: bytes
+    layout: bytes | None
     title: str
+
+    @property
+    def share(self) -> RankShare:
+        """The share of the model that the rank has."""
+        return RankShare(self.card.spec, self.config.degrees, self.number)
 
 
 def main() -> None:
@@ -70,7 +83,7 @@ def main() -> None:
     setup_logging("info")
     try:
         model, memory = load(order)  # the memory must stay mapped
-        _tell({"ready": model.isa})
+        _tell({"ready": model.way})
         model.follow()
         del memory
     except ReplicaLost:
@@ -82,19 +95,36 @@ def main() -> None:
     os._exit(1)
 
 
-def load(order: RankOrder) -> tuple[NativeDecoder, tuple[KvPool, SharedMemory]]:
-    """Load the share of a rank. Return it with the memory in which it computes. Raises `ConfigError`."""
+def load(order: RankOrder) -> tuple[RankModel, tuple[KvPool, SharedMemory]]:
+    """Load the share of a rank. Return it with the memory in which it computes. Raises `ConfigError` or `ReplicaLost`."""
     config, card = order.config, order.card
     device, dtype = torch.device("cpu"), TORCH_DTYPES[resolve_dtype(config.dtype)]
     torch.set_num_threads(config.threads or 1)
-    share = RankShare(card.spec, config.degrees, order.number)
-    layout = library.NativeGang.from_buffer_copy(order.layout)
-    meeting = SharedMemory(gang_bytes(layout), order.meeting)
+    meeting = SharedMemory(memory_bytes(order), order.meeting)
     with torch.inference_mode():
         weights = stream_weights(order.directory, card, dtype, device, load_format=config.load_format)
         kv = attached_pool(order, dtype)
-        scheme, place = COMPILED_SCHEMES[config.quantization], place_of(layout, share, meeting)
-        return NativeDecoder(share, weights, kv, order.max_model_len, scheme, place), (kv, meeting)
+        return model_of(order, weights, kv, meeting), (kv, meeting)
+
+
+def memory_bytes(order: RankOrder) -> int:
+    """Return the bytes of the place where the ranks meet."""
+    if order.layout is None:
+        return meeting_bytes(order.share)
+    return gang_bytes(library.NativeGang.from_buffer_copy(order.layout))
+
+
+def model_of(order: RankOrder, weights: WeightSource, kv: KvPool, meeting: SharedMemory) -> RankModel:
+    """Lay out the share of a rank, rank 0 included. Raises `ConfigError`, or `ReplicaLost` when the gang ends meanwhile."""
+    config = order.config
+    if order.layout is not None:
+        scheme = COMPILED_SCHEMES[config.quantization]
+        place = place_of(library.NativeGang.from_buffer_copy(order.layout), order.share, meeting)
+        return NativeDecoder(order.share, weights, kv, order.max_model_len, scheme, place)
+    ranks = MetRanks(order.share, meeting, LOAD_S)
+    model = torch_model(weights, kv, config, order.max_model_len, ranks)
+    ranks.timeout_s = config.step_timeout_s  # all ranks have met
+    return RankDecoder(model, ranks)
 
 
 def attached_pool(order: RankOrder, dtype: torch.dtype) -> KvPool:

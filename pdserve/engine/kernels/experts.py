@@ -13,6 +13,7 @@ in ascending order, as torch does, and needs no atomic addition, whose order wou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -171,12 +172,20 @@ def product_tile(pairs: int, experts: int, dtype: torch.dtype, *, gated: bool) -
 class GroupedExperts:
     """The routed experts of one layer. `counts` is on the device."""
 
-    def __init__(self, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        gate_up: Tensor,
+        down: Tensor,
+        gather: Callable[[Tensor, int], Tensor] = lambda own, _: own,
+    ) -> None:
         """Hold the matrices, which are contiguous.
 
-        gate_up: [experts, 2 * intermediate, hidden]. down: [experts, hidden, intermediate].
+        gate_up: [experts, 2 * intermediate, hidden]. down: [experts, hidden, intermediate]. Of intermediate in gate_up, and of
+        hidden in down, a rank of a gang has some columns. gather: returns whole rows of a width from those of its columns.
         """
         self._spec = spec
+        self._gather = gather
         self._gate_up = gate_up
         self._down = down
         self.counts = torch.zeros(spec.experts, dtype=torch.int64, device=down.device)
@@ -195,14 +204,16 @@ class GroupedExperts:
         spec, pairs = self._spec, experts.numel()
         if pairs == 0:
             return total.to(x.dtype)
-        hidden, width = self._down.shape[1:]
         tile = product_tile(pairs, spec.experts, x.dtype, gated=True)
         placed = sort_pairs(experts, spec.experts, tile.rows, real)
         self.counts += placed.counts
-        inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-        products = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-        self._product(inner, x, self._gate_up, placed, tile, gated=True)
-        self._product(products, inner, self._down, placed, product_tile(pairs, spec.experts, x.dtype, gated=False), gated=False)
+        hidden, width = x.shape[1], self._down.shape[2]
+        own = x.new_empty(pairs, self._gate_up.shape[1] // 2)
+        self._product(own, x, self._gate_up, placed, tile, gated=True)
+        inner = self._gather(own, width)
+        own = x.new_empty(pairs, self._down.shape[1])
+        self._product(own, inner, self._down, placed, product_tile(pairs, spec.experts, x.dtype, gated=False), gated=False)
+        products = self._gather(own, hidden)
         out = torch.empty_like(x)
         columns = min(SUMMED, next_power_of_2(hidden))
         sum_kernel[(len(x), triton.cdiv(hidden, columns))](
@@ -213,6 +224,8 @@ class GroupedExperts:
 
     def _product(self, out: Tensor, x: Tensor, weight: Tensor, placed: Sorted, tile: Product, *, gated: bool) -> None:
         columns = out.shape[1]
+        if columns == 0:  # another rank has all of them
+            return
         product_kernel[(triton.cdiv(columns, tile.columns), len(placed.tiles))](
             out, x, weight, placed.order, placed.tiles, x.stride(0), weight.stride(0),
             WIDTH=weight.shape[2], OUT=columns, TOP=self._spec.experts_per_token, GATED=gated,

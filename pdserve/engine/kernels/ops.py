@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from pdserve.core.model_spec import MoeSpec
+from pdserve.core.shards import RankShare
 from pdserve.engine.kernels.activation import gelu_and_mul, silu_and_mul
 from pdserve.engine.kernels.experts import GroupedExperts
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
@@ -43,9 +46,15 @@ class TritonOps:
         """Return gelu_tanh(gate) * up, [rows, width], of gate_up [rows, 2 * width] with the gate first."""
         return gelu_and_mul(gate_up)
 
-    def grouped(self, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> GroupedExperts:
+    def grouped(
+        self, spec: MoeSpec, gate_up: Tensor, down: Tensor, share: RankShare, gather: Callable[[Tensor, int], Tensor]
+    ) -> GroupedExperts:
         """Return the routed experts of a layer, computed by the kernels of sorted pairs."""
-        return GroupedExperts(spec, gate_up, down)
+        if share.degrees.tensor > 1:
+            inner, outer = share.columns_of(spec.intermediate), share.columns_of(down.shape[1])
+            gates, ups = (half[:, inner.start : inner.stop] for half in gate_up.chunk(2, 1))
+            gate_up, down = torch.cat((gates, ups), 1), down[:, outer.start : outer.stop].contiguous()
+        return GroupedExperts(spec, gate_up, down, gather)
 
     def rotate_and_write(
         self, layer: int, projected: Tensor, table_rows: Tensor, slots: Tensor, norms: HeadNorms | None = None

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from copy import copy
+from dataclasses import replace
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Final
 
 import torch
@@ -67,15 +70,43 @@ class KvCache:
         """[num_blocks, block_bytes] uint8: all bytes of each block, scales included."""
         self.parts = part_views(self.blocks, layout)
         """The numbers and scales of neighbouring planes of one dim."""
+        self._joined = [len(list(planes)) for _, planes in groupby(layout.planes, key=itemgetter(1))]  # planes of each part
+        self._heads = range(layout.num_kv_heads)
+        self._whole = layout
         self._places = Places(layout, device)
         self._numbers = self.blocks.view(-1)
         if not layout.quantised:
             self._numbers = self._numbers.view(TORCH_DTYPES[layout.dtype])
 
+    def of_heads(self, heads: range) -> KvCache:
+        """Return the same memory as a rank sees it that computes these KV heads, at least one.
+
+        `layout` has these heads alone. Its numbers are not those of a block, which holds all heads.
+        """
+        if heads == self._heads:
+            return self
+        assert heads
+        view = copy(self)
+        view._heads = heads
+        view.layout = replace(self.layout, planes=tuple((len(heads), dim) for _, dim in self.layout.planes))
+        view._places = Places(self.layout, self.device, heads)
+        if not self.layout.quantised:
+            view._numbers = self._numbers[view._places.skipped :]
+        view._joined = [1] * len(self.layout.planes)
+        parts = []
+        for part, joined in zip(self.parts, self._joined, strict=True):
+            scales = [None] * joined if part.scales is None else part.scales.chunk(joined, 2)
+            parts += [
+                PagePart(data[:, :, heads.start : heads.stop], None if of is None else of[..., heads.start : heads.stop])
+                for data, of in zip(part.data.chunk(joined, 2), scales, strict=True)
+            ]
+        view.parts = tuple(parts)
+        return view
+
     @property
     def paged(self) -> PagedKv:
         """The views for kernels. Asserts that the planes are alike."""
-        return paged_kv(self.blocks, self.layout)
+        return paged_kv(self.blocks, self._whole).of_heads(self._heads)
 
     @property
     def tensor(self) -> Tensor:
@@ -125,14 +156,13 @@ class KvCache:
     def write(self, layer: int, slots: Tensor, *planes: Tensor) -> None:
         """Write the new tokens of one layer. planes: [tokens, heads, dim] for each; slots: the result of `slots`."""
         if self.layout.quantised:
-            runs = groupby(planes, key=lambda plane: plane.shape[-1])
-            joined = (torch.cat(list(run), 1) for _, run in runs)  # the tokens of each of the parts, [tokens, heads, dim]
-            for part, tokens in zip(self.parts, joined, strict=True):
-                self._quantise(part, layer, slots.long(), tokens.float())
+            rest = iter(planes)
+            for part, joined in zip(self.parts, self._joined, strict=True):
+                self._quantise(part, layer, slots.long(), torch.cat(list(islice(rest, joined)), 1).float())
             return
         tokens = torch.cat(planes if len(self.parts) == 1 else [plane.flatten(1) for plane in planes], 1)
         rows = self._numbers.view(-1, self._places.unit)
-        where = slots.reshape(-1) + layer * self._places.strips * self.layout.block_size
+        where = slots.reshape(-1) + layer * self._places.layer_strips * self.layout.block_size
         rows.index_copy_(0, where, tokens.to(rows.dtype).view(-1, self._places.unit))
 
     def gather_rows(self, block_tables: Tensor) -> Tensor:
@@ -150,7 +180,7 @@ class KvCache:
         if self.layout.quantised:
             return tuple(self._dequantised(layer, rows))
         strips = self._numbers.view(-1, self._places.unit * self.layout.block_size)
-        found = strips.index_select(0, rows + layer * self._places.strips).to(self.dtype)
+        found = strips.index_select(0, rows + layer * self._places.layer_strips).to(self.dtype)
         split = torch.split(found, self._places.counts(len(rows)))
         return tuple(
             plane.view(sequences, heads, -1, dim) for plane, (heads, dim) in zip(split, self.layout.planes, strict=True)

@@ -84,7 +84,7 @@ class PagedKv:
     """Views of a pool whose planes are alike. Somebody else owns the memory.
 
     data: [num_blocks, num_layers, planes, num_kv_heads, block_size, stored_dim] in the pool's dtype, uint8 for a quantised
-    pool; the last four dimensions are contiguous. scales: [num_blocks, num_layers, planes, num_kv_heads] float32; None for
+    pool; the last three dimensions are contiguous. scales: [num_blocks, num_layers, planes, num_kv_heads] float32; None for
     plain numbers. The planes are K and V, or the one plane of latent attention.
     """
 
@@ -96,7 +96,7 @@ class PagedKv:
     def __post_init__(self) -> None:
         assert self.data.ndim == 6
         assert self.data.shape[-1] == self.format.stored_dim(self.head_dim)
-        assert self.data[0, 0].is_contiguous()
+        assert self.data[0, 0, 0].is_contiguous()
         assert (self.scales is None) == (self.format is KvFormat.PLAIN)
         assert self.scales is None or self.scales.shape == self.data.shape[:4]
 
@@ -114,6 +114,12 @@ class PagedKv:
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.data.shape[4]
+
+    def of_heads(self, heads: range) -> PagedKv:
+        """Return the views of these KV heads."""
+        data, scales = self.data[:, :, :, heads.start : heads.stop], self.scales
+        own = None if scales is None else scales[..., heads.start : heads.stop]
+        return PagedKv(data, own, self.format, self.head_dim)
 
     def layer(self, layer: int) -> LayerKv:
         """Return the views of one layer. Slicing costs microseconds: call this once a layer, not once a step."""

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class GqaPart:
     """Queries, keys and values of rows, and the projection of attention's result."""
 
-    def __init__(self, spec: AttentionSpec, weights: GqaWeights, ops: Ops, linear: LinearFor) -> None:
-        """Lay out the weights."""
+    def __init__(self, spec: AttentionSpec, weights: GqaWeights, ops: Ops, linear: LinearFor, heads: range) -> None:
+        """Lay out the weights. heads: the KV heads that are written, and whose queries are returned."""
         self._ops = ops
+        self._own = None if len(heads) == spec.kv_heads else _columns_of(spec, heads)
         self._qkv = linear(weights.qkv, weights.qkv_bias)
         self._out = linear(weights.out, weights.out_bias)
         self.attended_width = spec.out_width
@@ -48,8 +49,19 @@ class GqaPart:
     def write(self, at: int, projected: tuple[Tensor, ...], table_rows: Tensor, slots: Tensor) -> Tensor:
         """Rotate queries and keys, write keys and values, and return the queries [tokens, heads, qk_dim]."""
         norms = self._norms if self._ops.norms_heads else None
-        return self._ops.rotate_and_write(at, projected[0], table_rows, slots, norms)
+        (whole,) = projected
+        own = whole if self._own is None else torch.cat([whole[:, columns] for columns in self._own], 1)
+        return self._ops.rotate_and_write(at, own, table_rows, slots, norms)
 
     def after(self, attended: Tensor) -> Tensor:
         """Return the projection [rows, hidden] of attended [rows, out_width]."""
         return self._out(attended)
+
+
+def _columns_of(spec: AttentionSpec, heads: range) -> list[slice]:
+    """Return the columns of the queries, keys and values of some KV heads, in the order q, k, v."""
+    columns, begin = [], 0
+    for each in (spec.heads // spec.kv_heads * spec.qk_dim, spec.qk_dim, spec.v_dim):
+        columns.append(slice(begin + heads.start * each, begin + heads.stop * each))
+        begin += spec.kv_heads * each
+    return columns

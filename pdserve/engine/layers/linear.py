@@ -71,7 +71,7 @@ class Linear:
 class LinearFor(Protocol):
     """Function that lays a weight and its bias out."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Multiply:
         """Return the product with them."""
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from pdserve.core.model_spec import MoeSpec
 from pdserve.engine.layers.elementwise import exp_fixed
 from pdserve.engine.layers.linear import Linear, scheme_for
+from pdserve.engine.layers.ranks import Ranks
 from pdserve.engine.layers.rows import Rows, Sample
 
 MOST_ROWS: Final = 1024
@@ -28,6 +29,8 @@ of every row count of `rows.py`."""
 LEAST_SUM: Final = 1e-20
 """DeepSeek-V3 adds this number to the sum by which it divides weights. It changes no sum that is above 1e-12."""
 
+GatherColumns = Callable[[Tensor, int], Tensor]
+"""Function of own [rows, columns of one rank] and of a width that returns the rows of all ranks, [rows, width]."""
 Expert = Callable[[Tensor], Tensor]
 """A gated MLP as a function of rows [rows, hidden], which returns rows of the same shape and dtype."""
 
@@ -110,15 +113,18 @@ class MoeMlp:
         shared: Expert | None,
         rows: Rows,
         grouped: Grouped | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Lay out the router.
 
         router: [experts, hidden], and one row more where the spec has a shared gate. bias: [experts] float32. rows: the way to
         cut rows into calls. It must be settled with `samples` before the first call. grouped: it computes the experts, and
-        `experts` is empty.
+        `experts` is empty. ranks: each has some whole experts, and `experts` are those of this one. None: `experts` are all.
         """
         assert router.shape[0] == spec.experts + spec.shared_gate
-        assert len(experts) == (spec.experts if grouped is None else 0)
+        self._own = range(spec.experts) if ranks is None else ranks.share.experts(spec)
+        assert len(experts) == (len(self._own) if grouped is None else 0)
+        self._ranks = ranks
         self._spec = spec
         self._rows = rows
         self._router = Linear(scheme_for(router.device, torch.float32), router.float())
@@ -146,7 +152,7 @@ class MoeMlp:
         the first stands for all of them."""
         yield self._before, (rows,)
         if self._grouped is None:
-            yield self._expert(0), (rows,)
+            yield self._expert(self._own.start), (rows,)
 
     def __call__(self, normed: Tensor, tokens: int, real: Tensor | None = None) -> Tensor:
         """Return the result [padded rows, hidden] of normed [padded rows, hidden], in its dtype.
@@ -163,9 +169,10 @@ class MoeMlp:
         places, factors = order // self._spec.experts_per_token, weights[:tokens].flatten()[order].unsqueeze(-1)
         counts = torch.bincount(chosen, minlength=self._spec.experts).cpu().numpy()
         self._counts += counts
-        for expert, start, end in _pieces(counts.tolist()):
-            at = places[start:end]  # ascending, and each row at most once
-            total.index_add_(0, at, self._product(expert, normed[at]).float() * factors[start:end])
+        pieces = list(_pieces(counts.tolist()))
+        for (_, start, end), product in zip(pieces, self._products(pieces, normed, places), strict=True):
+            # The rows of a piece ascend, and each is there once.
+            total.index_add_(0, places[start:end], product.float() * factors[start:end])
         return total.to(normed.dtype)
 
     def _before(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,6 +189,19 @@ class MoeMlp:
             shared = shared * sigmoid_fixed(outputs[:, self._spec.experts :])
         return experts, weights, shared
 
+    def _products(self, pieces: list[tuple[int, int, int]], normed: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """Yield the result of the expert of each piece, [rows of the piece, hidden]."""
+        if self._ranks is None:
+            yield from (self._product(expert, normed[places[start:end]]) for expert, start, end in pieces)
+            return
+        # Each rank first computes its experts, at the same time as the others, and then they take turns.
+        own = [self._product(expert, normed[places[start:end]]) for expert, start, end in pieces if expert in self._own]
+        rest, hidden = iter(own), normed.shape[1]
+        for expert, start, end in pieces:
+            mine = expert in self._own
+            product = next(rest) if mine else normed.new_empty(end - start, 0)
+            yield self._ranks.gather(product, range(hidden if mine else 0), hidden)
+
     def _product(self, expert: int, gathered: Tensor) -> Tensor:
         """Return the result of an expert for gathered rows. They are padded with zeros, which are dropped afterwards."""
         count = gathered.shape[0]
@@ -190,7 +210,7 @@ class MoeMlp:
         return result[:count]
 
     def _expert(self, number: int) -> Callable[[Tensor], tuple[Tensor]]:
-        return lambda rows: (self._experts[number](rows),)
+        return lambda rows: (self._experts[number - self._own.start](rows),)
 
 
 def _pieces(counts: list[int]) -> Iterator[tuple[int, int, int]]:

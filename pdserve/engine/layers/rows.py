@@ -59,16 +59,21 @@ class WholeRows:
 class TiledRows:
     """Computes each batch in calls of row counts that give the same bits, so a row's bits do not depend on its batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, agree: Callable[[frozenset[int]], frozenset[int]] = lambda sizes: sizes) -> None:
+        """agree: returns the row counts that all ranks of a gang have found, which must pad a batch alike."""
         self.sizes: tuple[int, ...] = (TILE_ROWS,)
+        self._agree = agree
 
     def settle(self, samples: Iterable[Sample]) -> None:
-        """Keep the row counts of `CANDIDATES` that give the same bits as tiles of TILE_ROWS for every function."""
+        """Keep the row counts of `CANDIDATES` that give the same bits as tiles of TILE_ROWS for every function.
+
+        All counts are tried on every function, because the ranks of a gang must call each function as often.
+        """
         same = set(CANDIDATES)
         for function, inputs in samples:
             expected = _tiled(function, inputs, [TILE_ROWS] * (PROBE_ROWS // TILE_ROWS))
-            same = {size for size in same if _has_bits(function, inputs, expected, size)}
-        self.sizes = tuple(sorted({*same, TILE_ROWS}))
+            same &= {size for size in CANDIDATES if _has_bits(function, inputs, expected, size)}
+        self.sizes = tuple(sorted(self._agree(frozenset({*same, TILE_ROWS}))))
 
     def padded(self, count: int) -> int:
         """Return the sum of the row counts that a batch of `count` rows is cut into."""

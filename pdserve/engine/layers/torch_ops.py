@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.model_spec import MoeSpec
+from pdserve.core.shards import RankShare
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.layers.elementwise import (
     gelu_and_mul,
@@ -16,7 +17,7 @@ from pdserve.engine.layers.elementwise import (
     silu_and_mul,
     silu_and_mul_fixed,
 )
-from pdserve.engine.layers.moe import Grouped
+from pdserve.engine.layers.moe import GatherColumns, Grouped
 from pdserve.engine.layers.rope import rotate
 from pdserve.engine.norms import HeadNorms, Norm
 
@@ -45,10 +46,11 @@ class Ops(Protocol):
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Return gelu_tanh(gate) * up, [rows, width], of gate_up [rows, 2 * width] with the gate first."""
 
-    def grouped(self, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> Grouped | None:
+    def grouped(self, spec: MoeSpec, gate_up: Tensor, down: Tensor, share: RankShare, gather: GatherColumns) -> Grouped | None:
         """Return the routed experts of a layer with these matrices, or None where each expert is computed by itself.
 
-        gate_up: [experts, 2 * intermediate, hidden]. down: [experts, hidden, intermediate].
+        gate_up: [experts, 2 * intermediate, hidden]. down: [experts, hidden, intermediate]. share: it says which columns of
+        each product this rank computes. gather: returns whole rows from these columns.
         """
 
     def rotate_and_write(
@@ -94,7 +96,7 @@ class TorchOps:
         """Return gelu_tanh(gate) * up."""
         return self._gelu_and_mul(gate_up)
 
-    def grouped(self, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> None:
+    def grouped(self, spec: MoeSpec, gate_up: Tensor, down: Tensor, share: RankShare, gather: GatherColumns) -> None:
         """Return None: each expert is computed by itself."""
 
     def rotate_and_write(

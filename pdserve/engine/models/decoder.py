@@ -1,7 +1,8 @@
 """A decoder in torch, built from a `ModelSpec`, over a flat ragged batch and a paged KV cache.
 
 A layer is two functions of rows, with attention between them; only attention mixes rows. `Rows` decides how many rows a
-call takes, so the model does not deal with batch invariance.
+call takes, so the model does not deal with batch invariance. Products gather their columns from all ranks of a gang
+(`layers/ranks.py`), so a function of rows does not deal with ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pdserve.engine.layers.linear import Linear, LinearFor, scheme_for
 from pdserve.engine.layers.mlp import DenseMlp
 from pdserve.engine.layers.moe import MoeMlp
 from pdserve.engine.layers.parts import AttentionPart, MlpPart
+from pdserve.engine.layers.ranks import Ranks, linear_for
 from pdserve.engine.layers.rope import rope_key, rope_table
 from pdserve.engine.layers.rows import PROBE_ROWS, Rows, Sample
 from pdserve.engine.layers.torch_ops import Ops
@@ -45,11 +47,12 @@ UNEQUAL_SCORES: Final = "layers that share KV of one shape but have different sc
 class Backend:
     """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton.
 
-    attention, ops: one for each KV group. softcap: bounds logits. name: what computes attention and operations.
+    attention, ops: one for each KV group; attention is None where a rank computes no head of the group. softcap: bounds logits.
+    name: what computes attention and operations.
     """
 
     rows: Rows
-    attention: tuple[Attention[Any], ...]
+    attention: tuple[Attention[Any] | None, ...]
     ops: tuple[Ops, ...]
     softcap: Softcap
     name: str = "torch"
@@ -59,11 +62,15 @@ class Layer:
     """The functions of rows of one decoder layer. Its input is already normed, and the norm after the layer is part of it."""
 
     def __init__(
-        self, spec: LayerSpec, weights: LayerWeights, next_norm: Norm, ops: Ops, linear: LinearFor, rows: Rows
+        self, spec: LayerSpec, weights: LayerWeights, next_norm: Norm, ops: Ops, linear: LinearFor, rows: Rows, ranks: Ranks
     ) -> None:
         """Lay out the weights."""
-        self.attention = _attention_part(spec, weights, ops, linear)
-        self.mlp = _mlp_part(spec, weights, ops, linear, rows)
+        heads = ranks.share.whole_heads(spec.attention)
+        self.attention = _attention_part(spec, weights, ops, linear, heads)
+        each = self.attention.attended_width // spec.attention.kv_heads
+        self.attended = range(heads.start * each, heads.stop * each)
+        """The columns of attention's result that this rank computes."""
+        self.mlp = _mlp_part(spec, weights, ops, linear, rows, ranks)
         self._ops = ops
         self._mlp_norm = Norm.of(spec.norms, weights.mlp_norm)
         self._next_norm = next_norm
@@ -121,28 +128,38 @@ def _two(results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _attention_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor) -> AttentionPart:
+def _attention_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor, heads: range) -> AttentionPart:
     if isinstance(spec.attention, MlaSpec):
         assert isinstance(weights.attention, MlaWeights)
         return LatentPart(spec.attention, weights.attention, ops, linear)
     assert isinstance(weights.attention, GqaWeights)
-    return GqaPart(spec.attention, weights.attention, ops, linear)
+    return GqaPart(spec.attention, weights.attention, ops, linear, heads)
 
 
-def _mlp_part(spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor, rows: Rows) -> MlpPart | MoeMlp:
+def _mlp_part(
+    spec: LayerSpec, weights: LayerWeights, ops: Ops, linear: LinearFor, rows: Rows, ranks: Ranks
+) -> MlpPart | MoeMlp:
     mlp, own = spec.mlp, weights.mlp
     if isinstance(mlp, DenseSpec):
         assert isinstance(own, DenseWeights)
         return DenseMlp(mlp, own, ops, linear)
     assert isinstance(own, MoeWeights)
-    one, shared = DenseSpec(mlp.intermediate, mlp.activation), None
-    grouped, experts = ops.grouped(mlp, own.gate_up, own.down), []
+    one, share, shared, by_expert = DenseSpec(mlp.intermediate, mlp.activation), ranks.share, None, None
+
+    def gather(columns: Tensor, width: int) -> Tensor:
+        return ranks.gather(columns, share.columns_of(width), width)
+
+    grouped, experts = ops.grouped(mlp, own.gate_up, own.down, share, gather), []
     if grouped is None:
-        experts = [DenseMlp(one, DenseWeights(*pair), ops, linear) for pair in zip(own.gate_up, own.down, strict=True)]
+        held, of_expert = share.experts(mlp), linear
+        if share.degrees.experts:
+            by_expert, of_expert = ranks, partial(Linear, scheme_for(own.down.device, own.down.dtype))
+        pairs = zip(own.gate_up[held.start : held.stop], own.down[held.start : held.stop], strict=True)
+        experts = [DenseMlp(one, DenseWeights(*pair), ops, of_expert) for pair in pairs]
     if own.shared is not None:
         shared = DenseMlp(DenseSpec(mlp.shared, mlp.activation), own.shared, ops, linear)
     router = own.router if own.shared_gate is None else torch.cat((own.router, own.shared_gate))
-    return MoeMlp(mlp, router, own.router_bias, experts, shared, rows, grouped)
+    return MoeMlp(mlp, router, own.router_bias, experts, shared, rows, grouped, by_expert)
 
 
 class LayerPlace(NamedTuple):
@@ -155,62 +172,97 @@ class LayerPlace(NamedTuple):
 
 
 class Decoder:
-    """A decoder in torch: token ids to hidden states, and hidden states to logits."""
+    """A decoder in torch: token ids to hidden states, and hidden states to logits. Of a gang, it is the share of one rank."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightSource, backend: Backend, max_positions: int) -> None:
+    def __init__(self, ranks: Ranks, weights: WeightSource, backend: Backend, max_positions: int) -> None:
         """Lay out the weights, in new memory where that is faster: the caller should drop `weights` afterwards.
 
-        Asserts that the caller asked `obstacle`.
+        Asserts that the caller asked `obstacle`. The ranks of a gang meet here, once each has laid its weights out. Raises
+        `ConfigError` when the columns of a product have other bits alone.
         """
+        spec, share = ranks.share.spec, ranks.share
         assert obstacle(spec) is None
         self._spec = spec
+        self._ranks = ranks
         self._backend = backend
-        self._embedding = weights.embedding
+        device, self._dtype = weights.embedding.device, weights.embedding.dtype
+        self._embedding, self._embedded = weights.embedding, range(spec.hidden_size)
+        if share.degrees.ranks > 1:
+            self._embedded = share.columns_of(spec.hidden_size) if share.stage == 0 else range(0)
+            self._embedding = weights.embedding[:, self._embedded.start : self._embedded.stop].contiguous()
         self._first_norm = Norm.of(spec.layers[0].norms, weights.attention_norm(0))
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.embedding.dtype).item()
-        linear = partial(Linear, scheme_for(weights.embedding.device, weights.embedding.dtype))
-        ropes = {rope_key(layer.attention): None for layer in spec.layers}
-        self._tables = [rope_table(*key, max_positions, weights.embedding.device) for key in ropes]
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype).item()
+        linear = linear_for(scheme_for(device, self._dtype), ranks)
+        own = [spec.layers[number] for number in share.layers]
+        ropes = {rope_key(layer.attention): None for layer in own}
+        self._tables = [rope_table(*key, max_positions, device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
-        firsts = [Norm.of(spec.layers[i].norms, weights.attention_norm(i)) for i in range(1, len(spec.layers))]
-        norms = [*firsts, Norm.of(spec.norm, weights.norm)]  # the norm after each layer
-        self._layers = [
-            LayerPlace(
-                Layer(one, own, norm, backend.ops[place[0]], linear, backend.rows), *place, numbers[rope_key(one.attention)]
-            )
-            for one, own, norm, place in zip(spec.layers, weights.layers, norms, spec.places, strict=True)
-        ]
-        self._head = linear(weights.head)
+        self._layers = []
+        for number, layer in zip(share.layers, own, strict=True):
+            place = spec.places[number]
+            made = Layer(
+                layer, weights.layers[number], _norm_after(spec, weights, number), backend.ops[place[0]], linear, backend.rows,
+                ranks,
+            )  # fmt: skip
+            self._layers.append(LayerPlace(made, *place, numbers[rope_key(layer.attention)]))
+        self._last = share.layers.stop == len(spec.layers)
+        self._head = linear(weights.head) if self._last else None
         backend.rows.settle(self._samples())
 
     @property
     def recordable(self) -> bool:
-        """True when no layer waits for the device in a step."""
-        return all(place.layer.mlp.recordable for place in self._layers if isinstance(place.layer.mlp, MoeMlp))
+        """True when no layer waits for the device, or for other ranks, in a step."""
+        return self._ranks.share.degrees.ranks == 1 and all(
+            place.layer.mlp.recordable for place in self._layers if isinstance(place.layer.mlp, MoeMlp)
+        )
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Write the KV of the batch's tokens and return the normed output of the last layer: [padded rows, hidden]."""
-        prepared = [one.prepare(spans) for one, spans in zip(self._backend.attention, batch.spans, strict=True)]
-        return self.forward(batch, prepared)
+        """Write the KV of the batch's tokens and return the normed output of the last layer: [padded rows, hidden].
+
+        Ranks of earlier stages return no more than the shape.
+        """
+        spans = zip(self._backend.attention, batch.spans, strict=True)
+        return self.forward(batch, [None if one is None else one.prepare(of_group) for one, of_group in spans])
 
     def forward(self, batch: Batch, prepared: Sequence[Any]) -> Tensor:
         """Do the work of `hidden` with the attention of each KV group already prepared. The batch's spans are not read."""
-        rows, attention = self._backend.rows, self._backend.attention
+        share, rows = self._ranks.share, self._backend.rows
+        if share.stage == 0:
+            x, normed = rows.apply(self._embed, batch.token_ids)
+        else:
+            x, normed = torch.empty(2, len(batch.token_ids), self._spec.hidden_size, dtype=self._dtype).unbind()
+        for stage in range(share.degrees.pipeline):
+            if stage == share.stage:
+                x, normed = self._compute_layers(x, normed, batch, prepared)
+            if stage + 1 < share.degrees.pipeline:
+                x, normed = self._ranks.carry(x, stage), self._ranks.carry(normed, stage)
+        return normed
+
+    def _compute_layers(self, x: Tensor, normed: Tensor, batch: Batch, prepared: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        rows = self._backend.rows
         table_rows = [table[batch.positions[: batch.tokens]] for table in self._tables]
-        x, normed = rows.apply(self._embed, batch.token_ids)
         for layer, group, at, rope in self._layers:
             projected = tuple(one[: batch.tokens] for one in rows.apply(layer.before_attention, normed))
-            query = layer.attention.write(at, projected, table_rows[rope], batch.slots[group])
-            attended = attention[group].run(prepared[group], at, query)
-            x, normed = layer.finish(rows, x, _pad_rows(attended.flatten(1), x.shape[0]), batch)
-        return normed
+            attention = self._backend.attention[group]
+            if attention is None:
+                own = normed.new_empty(batch.tokens, 0)
+            else:
+                query = layer.attention.write(at, projected, table_rows[rope], batch.slots[group])
+                own = attention.run(prepared[group], at, query).flatten(1)
+            attended = self._ranks.gather(own, layer.attended, layer.attention.attended_width)
+            x, normed = layer.finish(rows, x, _pad_rows(attended, x.shape[0]), batch)
+        return x, normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, vocab] float32 of hidden [rows, hidden], which are any rows of the result of `hidden`."""
-        padded = _pad_rows(hidden, self._backend.rows.padded(hidden.shape[0]))
+        count, last_stage = hidden.shape[0], self._ranks.share.degrees.pipeline - 1
+        if not self._last:
+            return self._ranks.carry(torch.empty(count, self._spec.vocab_size), last_stage)
+        padded = _pad_rows(hidden, self._backend.rows.padded(count))
         (logits,) = self._backend.rows.apply(self._project, padded)
-        wide = logits[: hidden.shape[0]].float()
-        return wide if self._spec.softcap is None else self._backend.softcap(wide, self._spec.softcap)
+        wide = logits[:count].float()
+        capped = wide if self._spec.softcap is None else self._backend.softcap(wide, self._spec.softcap)
+        return self._ranks.carry(capped, last_stage)
 
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert so far, of each layer that has experts."""
@@ -221,27 +273,39 @@ class Decoder:
         """Yield each function of rows once, with inputs. Layers of equal specs have equal shapes, so the first layer stands for
         all of them."""
         random = torch.Generator().manual_seed(0)
-        device, dtype = self._embedding.device, self._embedding.dtype
+        device = self._embedding.device
 
         def rows(width: int) -> Tensor:
-            return torch.randn(PROBE_ROWS, width, generator=random).to(device, dtype)
+            return torch.randn(PROBE_ROWS, width, generator=random).to(device, self._dtype)
 
         hidden, seen = self._spec.hidden_size, set[LayerSpec]()
-        yield self._embed, (torch.arange(PROBE_ROWS, device=device) % self._spec.vocab_size,)
-        for spec, place in zip(self._spec.layers, self._layers, strict=True):
+        if self._ranks.share.stage == 0:
+            yield self._embed, (torch.arange(PROBE_ROWS, device=device) % self._spec.vocab_size,)
+        for number, place in zip(self._ranks.share.layers, self._layers, strict=True):
+            spec = self._spec.layers[number]
             if spec not in seen:
                 yield from place.layer.samples(rows, hidden)
                 seen.add(spec)
-        yield self._project, (rows(hidden),)
+        if self._last:
+            yield self._project, (rows(hidden),)
 
     def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.embedding(token_ids, self._embedding)
+        own = F.embedding(token_ids, self._embedding)
+        x = self._ranks.gather(own, self._embedded, self._spec.hidden_size)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         return x, self._backend.ops[0].norm(x, *self._first_norm)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor]:
+        assert self._head is not None
         return (self._head(hidden),)
+
+
+def _norm_after(spec: ModelSpec, weights: WeightSource, layer: int) -> Norm:
+    """Return the norm after a layer: the first norm of the next layer, or the norm before the head."""
+    if layer + 1 == len(spec.layers):
+        return Norm.of(spec.norm, weights.norm)
+    return Norm.of(spec.layers[layer + 1].norms, weights.attention_norm(layer + 1))
 
 
 def obstacle(spec: ModelSpec) -> str | None:

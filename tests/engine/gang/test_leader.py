@@ -114,13 +114,53 @@ def test_a_rank_that_cannot_load_is_an_error_that_names_it(model: Path, tmp_path
     card = ModelCard.load(model)
     gang = Gang(lambda _: None)
     gang.allocate(1 << 16, torch.device("cpu"))
-    gang.start(tmp_path / "nothing", card, replace(CONFIG, pipeline_parallel_size=1), 64, 1 << 16)
+    gang.start(tmp_path / "nothing", card, replace(CONFIG, pipeline_parallel_size=1), 64, 1 << 16, compiled=True)
     try:
         with pytest.raises(ConfigError, match=r"rank 1: .*nothing"):
             gang.wait_ready(60.0)
     finally:
         gang.close()
     assert not ranks()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_ranks_that_compute_by_torch(model: Path, lost: queue.Queue[BaseException], batch_invariant: bool) -> None:
+    """They meet in the memory of processes, end with the runner, and end the worker when one of them dies."""
+    config = replace(CONFIG, dtype="float32", batch_invariant=batch_invariant)
+    one = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
+    alone = ModelRunner.load(model, ModelCard.load(model), one).logits(PLAN)
+    runner = ModelRunner.load(model, ModelCard.load(model), config)
+    processes = ranks()
+    assert len(processes) == 3
+    assert "torch float32" in runner.describe()
+    assert torch.equal(runner.logits(PLAN), alone)
+    runner.close()
+    assert not any(process.is_running() for process in processes)
+    runner = ModelRunner.load(model, ModelCard.load(model), replace(config, tensor_parallel_size=3), on_lost=lost.put)
+    assert torch.equal(runner.logits(PLAN), alone)
+    processes = ranks()
+    processes[3].send_signal(signal.SIGKILL)
+    failure = lost.get(timeout=ENDS_S)
+    assert f"rank 4 of this worker (process {processes[3].pid}) ended with status -9" in str(failure)
+    with pytest.raises(ReplicaLost):
+        runner.logits(PLAN)
+    psutil.wait_procs(processes, ENDS_S)
+    assert not any(process.is_running() for process in processes)
+    runner.close()
+
+
+@pytest.mark.slow
+def test_a_rank_by_torch_that_is_stopped_costs_a_step_and_the_gang(model: Path, lost: queue.Queue[BaseException]) -> None:
+    hasty = replace(CONFIG, dtype="float32", step_timeout_s=0.5, pipeline_parallel_size=1)
+    runner = ModelRunner.load(model, ModelCard.load(model), hasty, on_lost=lost.put)
+    runner.logits(PLAN)
+    (process,) = ranks()
+    process.suspend()
+    with pytest.raises(ReplicaLost):
+        runner.logits(PLAN)
+    runner.close()
+    process.wait(ENDS_S)
 
 
 def test_more_rows_than_a_gang_has_room_for_cost_a_step_alone(runner: ModelRunner) -> None:
@@ -135,7 +175,10 @@ def test_more_rows_than_a_gang_has_room_for_cost_a_step_alone(runner: ModelRunne
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "float32"}, "tensor_parallel_size 2, pipeline_parallel_size 2 needs bfloat16 on a CPU"),
+        (
+            {"dtype": "float32", "threads": 2, "oversubscribe": True},
+            "by torch with threads 2: .*, or threads 1",
+        ),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size 8 does not divide"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size 5 is not possible with 4 layers"),
         ({"enable_expert_parallel": True}, "this model has none"),

@@ -147,3 +147,27 @@ def test_the_latent_plane_of_deepseek_v3_has_576_numbers_a_layer():
     for dtype in QUANTISED:
         quantised = replace(group, dtype=dtype)
         assert quantised.block_bytes == group.block_bytes * DTYPE_BITS[dtype] // 16 + 2 * 4
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_ranks_write_and_read_their_heads_where_one_process_does(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 5))
+    dims = data.draw(st.lists(st.sampled_from([2, 4, 6, 8]), min_size=1, max_size=3))
+    group = KvGroup((0, 1), tuple((heads, dim) for dim in dims), 8, data.draw(st.sampled_from(sorted(DTYPE_BITS))))
+    cut = data.draw(st.integers(0, heads))
+    tokens, layer = tokens_of(group, 19, 1), 1
+    whole = written(group, tokens, layer, (5,))
+    shared = KvCache(group, BLOCKS * group.block_bytes, CPU, torch.float32)
+    shared.blocks.fill_(0x2B)
+    tables = torch.tensor([TABLES[0]])
+    for own in filter(None, (range(cut), range(cut, heads))):
+        view = shared.of_heads(own)
+        for start, end in ((0, 5), (5, 19)):
+            spans = [Span(0, 0, 2, TABLES[1]), Span(2, start, end - start, TABLES[0])]
+            planes = (torch.cat((plane[:2], plane[start:end]))[:, own.start : own.stop] for plane in tokens)
+            view.write(layer, view.slots(spans), *planes)
+        found = view.gather(layer, view.gather_rows(tables), 1)
+        expected = whole.gather(layer, whole.gather_rows(tables), 1)
+        assert all(torch.equal(a, b[:, own.start : own.stop]) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(shared.blocks, whole.blocks)
