@@ -288,7 +288,7 @@ def test_garbage_is_the_fault_of_the_client(cluster):
 
 
 def test_a_gateway_is_told_what_the_router_knows(cluster, stub):
-    engine = cluster.engine
+    seqs = cluster.engine.limits("cpu", "decode").max_num_seqs
     assert stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=BOUND_S).healthy
     with grpc.insecure_channel(cluster.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=BOUND_S)
@@ -300,7 +300,7 @@ def test_a_gateway_is_told_what_the_router_knows(cluster, stub):
     )  # fmt: skip
     server = stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), timeout=BOUND_S)
     assert (server.max_num_seqs, server.block_size, server.server_type) == (
-        engine.max_num_seqs, own.block_size, "vllm-grpc",
+        seqs, own.block_size, "vllm-grpc",
     )  # fmt: skip
     running = stub.Generate(asked(stream=True, temperature=0.0, ignore_eos=True, max_tokens=LONG_OUTPUT), timeout=BOUND_S)
     next(running)
@@ -308,7 +308,7 @@ def test_a_gateway_is_told_what_the_router_knows(cluster, stub):
     running.cancel()
     (load,) = loads(stub)
     assert load.max_total_num_tokens > load.num_used_tokens
-    assert load.max_running_requests == engine.max_num_seqs
+    assert load.max_running_requests == seqs
     for wrong in (vllm_engine_pb2.GetLoadsRequest(dp_rank=1), vllm_engine_pb2.GetLoadsRequest(include=["memory"])):
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetLoads(wrong, timeout=BOUND_S)
