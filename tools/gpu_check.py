@@ -52,15 +52,15 @@ class Part(NamedTuple):
 PARTS = (
     Part("machine", "machine", "run", (), 20),
     Part("nixl", "ipc", "run", (NIXL, "msgspec"), 25),
-    Part("handoff", "handoff", "run", (NIXL, "msgspec", "safetensors"), 60),
-    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 110),
+    Part("handoff", "handoff", "run", (NIXL, "msgspec", "safetensors"), 50),
+    Part("serve", "serve", "run", (NIXL, "msgspec", "grpc_health", "grpc_reflection", "llguidance", "starlette"), 90),
     Part("kernels", "kernels", "run", ("triton", "pytest", "hypothesis", "msgspec"), 80),
     Part("engine", "engine", "run", ("triton", "safetensors", "msgspec"), 40),
-    Part("attention", "attention", "run", ("triton",), 40),
+    Part("attention", "attention", "run", ("triton",), 35),
     Part("families", "families", "run", ("triton",), 25),
     Part("decode", "steps", "run_decode", ("triton", "safetensors", "msgspec"), 40),
     Part("prefill", "steps", "run_prefill", ("triton", "safetensors", "msgspec"), 25),
-    Part("ranks", "ranks", "run", (), 45),
+    Part("ranks", "ranks", "run", (), 35),
     Part(
         "peer", "peers", "run", ("triton", "safetensors", "msgspec", "transformers"), 120
     ),  # at most; it gets what the others have left

@@ -28,7 +28,7 @@ def set_budget(
 
     A smaller number makes the gaps between tokens beside a prompt shorter and the prompt slower; it changes no output. With a
     smaller --max-num-seqs more requests wait, and those that run go faster; sequences that run already go on. Both last until
-    the worker restarts or changes its role, and are at most what the worker was started with.
+    the worker restarts or changes its role, and are at most the larger limits of both roles, for which it has memory.
     """
     from pdserve.client import AdminClient
     from pdserve.commands.console import make_console

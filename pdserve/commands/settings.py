@@ -118,12 +118,17 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
     ),
     (("--decode-openengine-port",), "decode.openengine_port", PORT, "The same of decode workers."),
     (("--max-model-len",), "engine.max_model_len", POSITIVE, "Limit of the tokens of one request, prompt and output."),
-    (("--max-num-seqs",), "engine.max_num_seqs", POSITIVE, "Limit of the sequences that one worker runs at the same time."),
+    (
+        ("--max-num-seqs",),
+        "engine.max_num_seqs",
+        POSITIVE,
+        "Limit of the sequences that one worker runs at a time (default 64; decode on a GPU 256).",
+    ),
     (
         ("--max-num-batched-tokens",),
         "engine.max_num_batched_tokens",
         POSITIVE,
-        "Limit of the tokens of one step (default 512 on a CPU, 8192 on a GPU).",
+        "Limit of the tokens of one step (default: prefill 512 on a CPU and 8192 on a GPU, decode 128 and 2048).",
     ),
     (("--block-size",), "engine.block_size", POSITIVE, "Number of tokens in one KV block."),
     (
@@ -152,13 +157,13 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "Quantisation of the weights; int8 also rounds the activations that they multiply. KV stays as it is.",
     ),
     (
-        ("--tensor-parallel-size", "-tp"),
+        ("--tensor-parallel-size", "--tp", "-tp"),
         "engine.tensor_parallel_size",
         DEGREE,
         "Number of ranks that share each layer of a worker's model (default 1).",
     ),
     (
-        ("--pipeline-parallel-size", "-pp"),
+        ("--pipeline-parallel-size", "--pp", "-pp"),
         "engine.pipeline_parallel_size",
         DEGREE,
         "Number of stages into which the layers of a worker's model are cut (default 1).",

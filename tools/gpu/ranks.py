@@ -1,4 +1,4 @@
-"""What gangs on GPUs would rest on: products of some columns with the bits of the whole product, and NCCL between two ranks.
+"""The ground of gangs on GPUs: products of some columns with the bits of the whole product, and NCCL between two ranks.
 
 Gangs compute on CPUs today. This part shows on one GPU whether the exactness of `pdserve.engine.layers.ranks` would hold there,
 and asks NCCL to gather between two processes on it. NCCL is known to refuse two ranks on one GPU; then the row says what it
@@ -69,7 +69,7 @@ def gathered(setup: Setup) -> None:
         ]
         for rank in ranks:
             rank.start()
-        said = ours.recv() if ours.poll(2 * MEETING_S) else f"no answer within {2 * MEETING_S:.0f} s"
+        said = ours.recv() if ours.poll(MEETING_S) else f"no answer within {MEETING_S:.0f} s"
         for rank in ranks:
             rank.join(5.0)
             rank.kill()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.checkpoint.resolve import resolve
 from pdserve.client.own_cluster import OwnCluster
 from pdserve.config import ClusterConfig
@@ -84,7 +84,7 @@ def degree_space(flags: Mapping[str, Any]) -> DegreeSpace:
         spec = ModelCard.load(resolve(config.engine.model, load_format=config.engine.load_format)).spec
         for degree in degrees:
             try:
-                Degrees(degree).check(spec)
+                Degrees(degree).check(spec, equal=resolve_dtype(config.engine.dtype) != "float32")
             except ConfigError as exc:
                 raise ConfigError(f"{FLAG}: {exc.message}") from exc
     prefills = splits_of(flags["splits"], ranks, None, f"{device}s")
