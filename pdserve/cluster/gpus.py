@@ -84,7 +84,7 @@ def assigned(config: ClusterConfig, present: int) -> ClusterConfig:
                 f"{name}.engine.device is {engine.device}, there are GPUs, and {engine.gang}: gangs compute on CPUs; set "
                 "device to cpu (or gpus to 0), or use backend vllm on GPUs"
             )
-    if any(engine.ranks > 1 for engine in engines.values()):
+    if any(engine.degrees.ranks > 1 for engine in engines.values()):
         gangs = {name: dataclasses.replace(pool, num_gpus=float(engines[name].ranks)) for name, pool in takers.items()}
         if config.address == "local":
             _check_fits(gangs, most)

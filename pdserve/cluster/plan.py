@@ -237,6 +237,9 @@ def flip_obstacle(config: ClusterConfig) -> str:
     A flip keeps the process, its engine and its place, so the pools must not differ in their settings or in what they need of a
     node.
     """
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if (nodes := config.engine_for(pool).vllm.nodes) > 1:
+            return f"{name}.engine.vllm.nodes is {nodes}, and the other nodes of a server keep their role"
     prefill, decode = _flip_facts(config, config.prefill), _flip_facts(config, config.decode)
     for setting, ours in prefill.items():
         if ours != decode[setting]:

@@ -15,7 +15,7 @@ from pdserve.cluster import plan
 from pdserve.cluster.events import Event
 from pdserve.cluster.launch import Cluster
 from pdserve.cluster.nodes import Node
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, TransferConfig
+from pdserve.config import ClusterConfig, EngineConfig, PoolConfig, RouterConfig, TransferConfig, VllmConfig
 from pdserve.core.errors import ConfigError
 
 
@@ -214,6 +214,13 @@ ALIKE = {"num_cpus": 1.0, "engine": {"max_num_seqs": 8}}
 def test_workers_of_pools_that_are_alike_may_change_their_role() -> None:
     config = ClusterConfig(prefill=PoolConfig(replicas=1, **ALIKE), decode=PoolConfig(replicas=3, labels={"a": "b"}, **ALIKE))
     assert {worker.config.flip_obstacle for worker in workers(config)} == {""}
+
+
+def test_a_server_of_several_nodes_keeps_its_role() -> None:
+    """The processes on the other nodes have it in their commands, and nobody starts them anew."""
+    engine = EngineConfig(backend="vllm", tensor_parallel_size=2, vllm=VllmConfig(command=("vllm",), nodes=2))
+    obstacle = "prefill.engine.vllm.nodes is 2, and the other nodes of a server keep their role"
+    assert plan.flip_obstacle(ClusterConfig(address="auto", engine=engine)) == obstacle
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,20 @@ def search(flags: Mapping[str, Any]) -> GoodputOutcome:
     session: _Session | None = None
     while True:
         console.print(f"starting a cluster for {wanted.name}")
-        with space.start(wanted) as cluster, AdminClient(cluster.admin_address) as admin, raised_priority():
-            site = _Site(cluster.address, admin, wanted)
-            session = session or _Session(flags, _plan(flags, site, began_s, space), console)
-            try:
-                end = uvloop.run(session.run(site))
-            except PdserveError:
-                cluster.check()  # if it has ended, that says more
+        try:
+            with space.start(wanted) as cluster, AdminClient(cluster.admin_address) as admin, raised_priority():
+                site = _Site(cluster.address, admin, wanted)
+                session = session or _Session(flags, _plan(flags, site, began_s, space), console)
+                try:
+                    end = uvloop.run(session.run(site))
+                except PdserveError:
+                    cluster.check()  # if it has ended, that says more
+                    raise
+        except (KeyboardInterrupt, PdserveError) as exc:  # also while a further cluster starts
+            if session is None:
+                raise
+            end = session.finish(False, f"the cluster for {wanted.name} was not there", interrupted=True)
+            if isinstance(exc, PdserveError):
                 raise
         if isinstance(end, GoodputOutcome):
             return end
@@ -240,6 +247,10 @@ class _Session:
                 ". The first layout is not back: look at `pdserve status`, and run the same command again or `pdserve flip`"
             )
             self._console.print(reason)
+        return self.finish(complete, reason, interrupted=stop is None)
+
+    def finish(self, complete: bool, reason: str, *, interrupted: bool) -> GoodputOutcome:
+        """Keep what is known, print the table of the layouts, and return the outcome."""
         if self._settings is not None:
             self._keep(self._points, complete)
         if self._result is not None and self._settings is not None:
@@ -247,7 +258,7 @@ class _Session:
             found = any(one.goodput_per_s for one in self._result.layouts)
             for name, seqs in (GoodputSearch(self._settings).knees(self._points) if found else {}).items():
                 self._console.print(f"{name}: max_num_seqs {seqs} is the smallest that was seen to cost no goodput")
-        return GoodputOutcome(complete, reason, stop is None)
+        return GoodputOutcome(complete, reason, interrupted)
 
     async def _search(self, target: GrpcTarget, site: _Site) -> StopAction | Layout:
         """Search until the end or the budget, and return why it ended. A layout: it needs another cluster."""

@@ -144,7 +144,10 @@ def targets_of(layout: Layout, homes: Mapping[str, WantedShape], hellos: Mapping
             "give splits of as many workers, at least one of them for decode"
         )
     order = sorted(homes, key=lambda name: (_rank(homes[name], hellos[name]), name))
-    step_tokens = min(home.max_num_batched_tokens for home in homes.values() if home.role is Role.DECODE)
+    steps = [home.max_num_batched_tokens for home in homes.values() if home.role is Role.DECODE]
+    if not steps:
+        raise CannotShape("the cluster has no decode worker: start one, or flip one (`pdserve flip`)")
+    step_tokens = min(steps)
     targets = {name: _target(layout, number < layout.prefill, hellos[name], step_tokens) for number, name in enumerate(order)}
     for name, target in targets.items():
         obstacle = hellos[name].flip_obstacle

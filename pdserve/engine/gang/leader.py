@@ -133,6 +133,9 @@ class Gang:
         if self._thread is not None:
             os.write(self._waker, b"x")
             self._thread.join(STOP_S * (self._expected + 1))
+        else:
+            for kv in self._kv:
+                kv.close_descriptor()
         os.close(self._wake)
         os.close(self._waker)
 

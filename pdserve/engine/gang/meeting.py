@@ -99,7 +99,7 @@ class Meeting:
                 word = ctypes.c_void_p(self._of(rank))
                 _syscall(_SYS_FUTEX, word, _FUTEX_WAIT, ctypes.c_uint32(seen), ctypes.byref(_LOOK), None, 0)
         if self._lost[0]:  # also when all have come: the others may have come for another reason
-            raise ReplicaLost("a rank of this worker has ended, or was not heard of for too long")
+            raise ReplicaLost("a rank of this worker has ended, or was not heard of for step_timeout_s")
 
     def gather(self, own: Tensor, columns: range, width: int, timeout_s: float | None) -> Tensor:
         """Return whole rows [rows, width], as `Ranks.gather` does. Raises `ReplicaLost`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.model_spec import ModelSpec, MoeSpec
 from pdserve.core.shards import Degrees, RankShare
 from pdserve.engine.native import library
+
+MOST_TIMEOUT_S: Final = 1e9
+"""A longer time, also an infinite one, is as good as this."""
 
 
 class SharedMemory:
@@ -57,7 +61,7 @@ def gang_layout(
     gathered = max(widths) if RankShare(spec, degrees).gathers else 0
     return library.NativeGang(
         0, degrees.tensor, 0, degrees.pipeline, rows, rows * (1 + slots), spec.hidden_size, spec.vocab_size, gathered,
-        4 * words, int(1000 * timeout_s), None,
+        4 * words, int(1000 * min(timeout_s, MOST_TIMEOUT_S)), None,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from typing import Final
 
@@ -72,6 +73,8 @@ def torch_model(weights: WeightSource, kv: KvPool, config: EngineConfig, max_pos
 def check_ranks(spec: ModelSpec, kv: KvPool, config: EngineConfig) -> None:
     """Raise `ConfigError` for what the ranks of a gang do not compute by torch or Triton with the bits of one rank."""
     degrees, name = config.degrees, str(kv.dtype).removeprefix("torch.")
+    if platform.machine() != "x86_64":
+        raise ConfigError(f"{degrees}: ranks meet by the rules of x86-64 processors, and this is {platform.machine()}")
     degrees.check(spec, equal=False)
     if config.batch_invariant or degrees.tensor == 1:
         return

@@ -516,7 +516,7 @@ def _done(result: int) -> None:
     if result == library.NO_THREAD:
         raise OutOfThreads("the system gives the compiled step no thread")
     if result == library.LOST:
-        raise ReplicaLost("a rank of this worker has ended, or was not heard of for too long")
+        raise ReplicaLost("a rank of this worker has ended, or was not heard of for step_timeout_s")
     assert result != library.UNSOUND, "a token has no block, or a block id or token id does not exist"
     if result != library.DONE:
         raise InternalBug("a thread of the compiled step failed")

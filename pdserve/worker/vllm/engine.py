@@ -254,6 +254,7 @@ class VllmEngine(WorkerEngine):
         if role == self._role:
             return
         self._role = role
+        self._slots = slots_of(self.config.engine)
         server = self._server
         assert server is not None
         if not server.ours:

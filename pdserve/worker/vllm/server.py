@@ -279,8 +279,12 @@ def _events_flags(endpoint: str) -> list[str]:
 
 
 def slots_of(engine: EngineConfig) -> int:
-    """Return how many sequences a server may run at a time, in either role: it takes this limit only at its start."""
-    return engine.largest_limits("cpu" if computes_on_cpu(engine) else "cuda").max_num_seqs
+    """Return how many sequences a server may run at a time, in either role: it takes this limit only at its start.
+
+    A server that runs already has a limit of its own, which may be small.
+    """
+    device = "cpu" if engine.vllm.url or computes_on_cpu(engine) else "cuda"
+    return engine.largest_limits(device).max_num_seqs
 
 
 def computes_on_cpu(engine: EngineConfig) -> bool:

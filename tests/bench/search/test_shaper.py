@@ -170,6 +170,12 @@ def test_a_layout_that_cannot_be_changes_nothing(layout: Layout, said: str) -> N
     asyncio.run(story())
 
 
+def test_a_cluster_without_a_decode_worker_is_refused() -> None:
+    cluster = ShapedCluster(2, 0)
+    with pytest.raises(CannotShape, match="the cluster has no decode worker: start one, or flip one"):
+        asyncio.run(shaper(cluster).shape(Layout(1, 1, 128, 8)))
+
+
 def test_workers_that_cannot_flip_are_left_out() -> None:
     async def story() -> None:
         cluster = ShapedCluster(2, 2)
