@@ -23,6 +23,7 @@ from bench.engine.floors import measure as measure_machine
 from pdserve.capacity.devices import DeviceSpec
 from pdserve.capacity.published import read_model
 from pdserve.capacity.question import CapacityQuestion, CapacityShares
+from pdserve.capacity.verdict import TwoPools
 from pdserve.capacity.verdict import judge as judge_capacity
 from pdserve.capacity.worker_speed import WorkerSpeed
 from pdserve.config import TransferConfig
@@ -72,7 +73,8 @@ def model(setup: Setup, machine: Machine, found: Figures) -> None:
     question = CapacityQuestion(
         published, core, gpus=2, isl=PROMPT, osl=2 * OUTPUT, ttft_s=TTFT_S, tpot_s=TPOT_S, tp=1, shares=SHARES
     )
-    verdict = judge_capacity(WorkerSpeed(question, 1), 2, 1e9)
+    worker = WorkerSpeed(question, question.degrees(1))
+    verdict = judge_capacity(TwoPools(worker, worker), 1e9)
     if verdict.break_even_bytes_per_s is not None:
         found.counts["modelled break-even MB/s"] = verdict.break_even_bytes_per_s / 1e6
 
