@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtransfer.api import RemoteRegion
+from kvtransfer.api import AnyRegion
 from kvtransfer.lease_client import FollowedLease
 from kvtransfer.thread import BlockRead, BlockSource, ReadResult
 from kvtransfer.ticket import Ticket
@@ -301,7 +301,7 @@ Post = Callable[[], BlockRead]
 def read_groups(
     sources: Sequence[BlockSource],
     peer: Incarnation,
-    regions: Sequence[RemoteRegion],
+    regions: Sequence[AnyRegion],
     remote_tables: Sequence[Sequence[int]],
     local_tables: Sequence[Sequence[int]],
     *,

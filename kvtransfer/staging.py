@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
-from kvtransfer.api import LocalRegion, RemoteRegion
+from kvtransfer.api import AnyRegion
 from kvtransfer.thread import BlockRead, BlockSource, TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
@@ -162,7 +162,7 @@ class StagingBlocks(Protocol):
     made of tensors, which this package does not know."""
 
     @property
-    def region(self) -> LocalRegion:
+    def region(self) -> AnyRegion:
         """The region of the staging blocks."""
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
@@ -258,7 +258,7 @@ class Staging:
         return task
 
     async def move(
-        self, read: BlockRead, lane: _Lane, chunk: _Chunk, region: RemoteRegion, slots: Slots, due_s: float, *, summed: bool
+        self, read: BlockRead, lane: _Lane, chunk: _Chunk, region: AnyRegion, slots: Slots, due_s: float, *, summed: bool
     ) -> None:
         """Read and convert one chunk from the peer's pool into ours. Give its staging blocks back when nothing uses them."""
         loop = asyncio.get_running_loop()
@@ -321,7 +321,7 @@ class _StagedSource:
     def read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: AnyRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
@@ -346,7 +346,7 @@ class _StagedSource:
                 tokens += self._last_tokens - self._block_size
             yield _Chunk(remote[blocks], local[blocks], tokens)
 
-    async def _carry(self, read: BlockRead, region: RemoteRegion, chunks: list[_Chunk], due_s: float) -> None:
+    async def _carry(self, read: BlockRead, region: AnyRegion, chunks: list[_Chunk], due_s: float) -> None:
         """Move chunk after chunk until nobody waits for the result. One chunk moves while the next waits for its blocks."""
         staging, lane = self._staging, self._lane
         began_s = asyncio.get_running_loop().time()

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import Any, Final, NewType, Protocol
 
-from kvtransfer.api import LocalRegion, ReadAdrift, RemoteRegion, Transport, TransportRead
+from kvtransfer.api import AnyRegion, ReadAdrift, Transport, TransportRead
 from pdserve.config import LeaseConfig
 from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import InternalBug, PdserveError, ReplicaLost, TransferFailed
@@ -104,7 +104,7 @@ class BlockSource(Protocol):
     def read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: AnyRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
@@ -123,12 +123,12 @@ class PoolSource:
     """The source that reads straight into one KV group of our pool."""
 
     transfer: TransferThread
-    region: LocalRegion
+    region: AnyRegion
 
     def read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: AnyRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
@@ -232,11 +232,11 @@ class Post:
 
     read_id: ReadId
     peer: Incarnation
-    region: RemoteRegion
+    region: AnyRegion
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
     deadline_s: float
-    into: LocalRegion
+    into: AnyRegion
     sum_blocks: SumBlocks | None = None
 
 
@@ -288,7 +288,7 @@ class _InFlight:
 class Reactor:
     """The owner of a transport's reads. One thread uses it."""
 
-    def __init__(self, transport: Transport, commands: Queue[Command], emit: Callable[[Event], None]) -> None:
+    def __init__(self, transport: Transport[Any], commands: Queue[Command], emit: Callable[[Event], None]) -> None:
         self._transport = transport
         self._commands = commands
         self._emit = emit
@@ -415,11 +415,11 @@ class TransferThread:
 
     def __init__(
         self,
-        factory: Callable[[], Transport],
+        factory: Callable[[], Transport[Any]],
         *,
         stuck_after_s: float = 120.0,
         max_reads: int = MAX_READS,
-        sum_blocks: Mapping[LocalRegion, SumBlocks] | None = None,
+        sum_blocks: Mapping[AnyRegion, SumBlocks] | None = None,
     ) -> None:
         self.unhealthy = asyncio.Event()
         """Set when a read has not stopped within `stuck_after_s`, or when the thread died. This process must then end."""
@@ -491,12 +491,12 @@ class TransferThread:
     def read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: AnyRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
         deadline_s: float,
-        into: LocalRegion,
+        into: AnyRegion,
     ) -> BlockRead:
         """Copy remote_blocks[i] of `region` into local_blocks[i] of our `into` within `deadline_s` from now.
 
@@ -561,7 +561,7 @@ class TransferThread:
     # In the transfer thread.
 
     def _run(self) -> None:
-        transport: Transport | None = None
+        transport: Transport[Any] | None = None
         error: BaseException | None = None
         try:
             transport = self._factory()
@@ -676,7 +676,7 @@ class TransferThread:
         return self._loop
 
 
-def _close(transport: Transport | None) -> tuple[bool, BaseException | None]:
+def _close(transport: Transport[Any] | None) -> tuple[bool, BaseException | None]:
     """Close the transport. Return (True, None) when nothing can write into local memory any more, else (False, the error)."""
     try:
         if transport is not None:

@@ -24,13 +24,14 @@ from typing import Any, Final, Self, cast
 
 import msgpack
 
-from kvtransfer.api import DeviceKind, RemoteRegion, TransferDevice
+from kvtransfer.api import DeviceKind, KvRegion, Region, TransferDevice
 from pdserve.core.block_hash import PROMPT_HASH_BYTES
 from pdserve.core.errors import ConfigError, IncompatiblePeer, LeaseGone, TransferFailed
 from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, MAX_KV_GROUPS, KvGroup, KvSpec
+from pdserve.core.kv_layout import DTYPE_BITS, MAX_KV_GROUPS, KvGroup, KvShare, KvSpec, cover
+from pdserve.core.shards import MOST_RANKS
 
-VERSION: Final = 3
+VERSION: Final = 4
 MAC_BYTES: Final = 32
 """The bytes of a MAC: as many as a hash has for which nobody can find a second text."""
 MAX_TICKET_BYTES: Final = 1 << 20  # 200,000 blocks of 5 bytes: a prompt of three million tokens
@@ -110,13 +111,14 @@ class LeaseTicket(ABC):
 class Ticket(LeaseTicket):
     """The ticket of a lease over blocks of the lender's pool, which the reader copies.
 
-    `regions` describe the lender's pool, one for each group of `kv_spec`. block_tables[g][i] holds the KV of group g for tokens
+    `regions` describe the lender's pool, one for each group of `kv_spec`, with the memory of each rank that has a share of its
+    blocks. block_tables[g][i] holds the KV of group g for tokens
     [i * block_size, (i + 1) * block_size) of the prompt. Blocks that are dead at the end of the prompt are null, and the bytes
     of a ticket do not list them. `checksums` True: the lender sums its blocks, and compares its checksums with the reader's.
     """
 
     kv_spec: KvSpec
-    regions: tuple[RemoteRegion, ...]
+    regions: tuple[KvRegion, ...]
     block_tables: tuple[tuple[BlockId, ...], ...]
     checksums: bool
     version: int = VERSION
@@ -129,7 +131,7 @@ class Ticket(LeaseTicket):
         for group, region, table in zip(self.kv_spec.groups, self.regions, self.block_tables, strict=True):
             self._check_blocks(group, region, table)
 
-    def _check_blocks(self, group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> None:
+    def _check_blocks(self, group: KvGroup, region: KvRegion, table: tuple[BlockId, ...]) -> None:
         """Check the blocks of one group. Raises `InvalidTicket`."""
         dead = group.first_live(self.prompt_len)
         live = table[dead:]
@@ -142,8 +144,7 @@ class Ticket(LeaseTicket):
             raise InvalidTicket(f"blocks {min(live)} to {max(live)} are outside a pool of {region.num_blocks}")
         if len(set(live)) != len(live):
             raise InvalidTicket("a block is listed twice")
-        if region.block_bytes != group.block_bytes or region.address + region.nbytes > _MAX_U64:
-            raise InvalidTicket(f"a pool of {region.num_blocks} blocks at {region.address:#x} runs past the address space")
+        _check_parts(group, region)
 
     def check_checksums(self, ours: bool) -> None:
         """Check that both workers use checksums, or neither. Raises `IncompatiblePeer` if not: one side would then sum its
@@ -257,11 +258,28 @@ class EngineTicket(LeaseTicket):
         )
 
 
-def _group_fields(group: KvGroup, region: RemoteRegion, table: tuple[BlockId, ...]) -> tuple[Any, ...]:
+def _check_parts(group: KvGroup, region: KvRegion) -> None:
+    """Check that the ranks of a region share the blocks of a group, each head of each layer once. Raises `InvalidTicket`."""
+    if region.group != group or not cover(group, [share for share, _ in region.parts]):
+        raise InvalidTicket(f"the shares of {len(region.parts)} ranks are not the blocks of {group}")
+    for share, memory in region.parts:
+        if memory.num_blocks != region.num_blocks or memory.block_bytes != share.of(group).block_bytes:
+            raise InvalidTicket(f"rank {share.rank} has {memory.num_blocks} blocks of {memory.block_bytes} bytes")
+        if memory.address + memory.nbytes > _MAX_U64:
+            raise InvalidTicket(f"a pool of {memory.num_blocks} blocks at {memory.address:#x} runs past the address space")
+
+
+def _group_fields(group: KvGroup, region: KvRegion, table: tuple[BlockId, ...]) -> tuple[Any, ...]:
     """Return the fields of one group. The bytes of a block follow from the others."""
     shape = (group.layers, group.planes, group.dtype, group.window)
     live = table[table.count(NULL_BLOCK) :]
-    return (*shape, region.address, region.num_blocks, (region.device.kind, region.device.index), live)
+    return (*shape, region.num_blocks, tuple(map(_part_fields, region.parts)), live)
+
+
+def _part_fields(part: tuple[KvShare, Region]) -> tuple[Any, ...]:
+    share, memory = part
+    layers, heads = ((one.start, one.stop) for one in (share.layers, share.heads))
+    return share.rank, layers, heads, memory.address, (memory.device.kind, memory.device.index)
 
 
 def _unpack(data: bytes) -> tuple[Any, ...]:
@@ -329,7 +347,7 @@ def _list(name: str, value: Any, most: int) -> tuple[Any, ...]:
     return value
 
 
-def _groups(value: Any, block_size: int) -> tuple[KvSpec, tuple[RemoteRegion, ...], tuple[tuple[BlockId, ...], ...]]:
+def _groups(value: Any, block_size: int) -> tuple[KvSpec, tuple[KvRegion, ...], tuple[tuple[BlockId, ...], ...]]:
     """Return the KV groups of the ticket, the regions of the lender's pool, and the leased blocks, one of each for a group."""
     groups, regions, tables = zip(
         *[_group(fields, block_size) for fields in _list("groups", value, MAX_KV_GROUPS)], strict=True
@@ -340,8 +358,8 @@ def _groups(value: Any, block_size: int) -> tuple[KvSpec, tuple[RemoteRegion, ..
         raise InvalidTicket(f"groups: {exc.message}") from exc
 
 
-def _group(value: Any, block_size: int) -> tuple[KvGroup, RemoteRegion, tuple[BlockId, ...]]:
-    layers, planes, dtype, window, address, num_blocks, device, block_ids = _members("group", value, 8)
+def _group(value: Any, block_size: int) -> tuple[KvGroup, KvRegion, tuple[BlockId, ...]]:
+    layers, planes, dtype, window, num_blocks, parts, block_ids = _members("group", value, 7)
     layers = tuple(_integer("group.layers", layer, 0, _MAX_LAYERS - 1) for layer in _list("group.layers", layers, _MAX_LAYERS))
     planes = [_members("group.planes", plane, 2) for plane in _list("group.planes", planes, _MAX_PLANES)]
     shape = (
@@ -356,8 +374,29 @@ def _group(value: Any, block_size: int) -> tuple[KvGroup, RemoteRegion, tuple[Bl
     except ConfigError as exc:
         raise InvalidTicket(f"group: {exc.message}") from exc
     num_blocks = _integer("num_blocks", num_blocks, 1, (1 << 31) - 1)
-    region = RemoteRegion(_integer("address", address, 1, _MAX_U64), num_blocks, group.block_bytes, _device(device))
+    region = KvRegion(group, tuple(_part(part, group, num_blocks) for part in _list("group.parts", parts, MOST_RANKS)))
     return group, region, _block_ids(block_ids, num_blocks)
+
+
+def _part(value: Any, group: KvGroup, num_blocks: int) -> tuple[KvShare, Region]:
+    rank, layers, heads, address, device = _members("group.parts", value, 5)
+    share = KvShare(
+        _integer("part.rank", rank, 0, MOST_RANKS - 1),
+        _range("part.layers", layers, group.num_layers),
+        _range("part.heads", heads, group.num_kv_heads),
+    )
+    try:
+        block_bytes = share.of(group).block_bytes
+    except ConfigError as exc:
+        raise InvalidTicket(f"group.parts: {exc.message}") from exc
+    return share, Region(_integer("address", address, 1, _MAX_U64), num_blocks, block_bytes, _device(device))
+
+
+def _range(name: str, value: Any, most: int) -> range:
+    """Return a range that is not empty, of numbers below `most`."""
+    start, stop = _members(name, value, 2)
+    start = _integer(name, start, 0, most - 1)
+    return range(start, _integer(name, stop, start + 1, most))
 
 
 def _dimension(value: Any) -> int:

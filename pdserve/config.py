@@ -72,6 +72,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Backend = Literal["pdserve", "vllm"]
+RankCollective = Literal["auto", "shared_memory", "gloo", "nccl"]
 Degree = Annotated[int, Meta(ge=1, le=64)]  # eight machines of 8 GPUs; gangs of pdserve's own engine have fewer
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
@@ -79,12 +80,12 @@ KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"
 BACKENDS: Final = typing.get_args(Backend)
 DTYPES: Final = typing.get_args(Dtype)
 DEVICES: Final = typing.get_args(Device)
+RANK_COLLECTIVES: Final = typing.get_args(RankCollective)
 LOAD_FORMATS: Final = typing.get_args(LoadFormat)
 QUANTIZATIONS: Final = typing.get_args(Quantization)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 
-_GANGS_ON_CPUS: Final = "gangs compute on CPUs; set device to cpu, or use backend vllm on GPUs"
 _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/@]+")  # a scheme, a host and perhaps a port; no path
 _NOT_FOREIGN: Final = "only workers with the backend pdserve serve OpenEngine; a server of vLLM has interfaces of its own"
 _URL: Final = re.compile(r"http://[^\s/@]+:[0-9]{1,5}/?")
@@ -169,6 +170,9 @@ class EngineConfig:
     pipeline_parallel_size: Degree = 1
     # Each rank has whole experts of a mixture instead of a part of every expert.
     enable_expert_parallel: bool = False
+    # Ranks give each other the numbers between their products in this way. "auto" takes shared memory on CPUs and NCCL on
+    # GPUs. gloo is for tests, and for several ranks on one GPU, which NCCL is known to refuse.
+    rank_collective: RankCollective = "auto"
     # Ranks may share cores. It is slow, and for tests.
     oversubscribe: bool = False
     # The device does so many operations, and reads so many bytes of memory, in a second at most. Utilisation (MFU, MBU) is told
@@ -190,10 +194,15 @@ class EngineConfig:
                 f"batch_invariant needs a kv_cache_dtype that is not quantised: how {self.kv_cache_dtype} rounds a block "
                 "depends on how its tokens were cut into steps"
             )
-        if self.ranks > 1 and self.backend == "pdserve" and self.device == "cuda":
-            raise ConfigError(f"device is cuda, and {self.gang}: {_GANGS_ON_CPUS}")
+        if self.device == "cuda":
+            self.check_gang_on_gpus("device is cuda")
         if self.backend == "pdserve" and max(self.tensor_parallel_size, self.pipeline_parallel_size) > MOST_DEGREE:
             raise ConfigError(f"{self.gang}: gangs have at most {MOST_DEGREE} ranks in a stage, and {MOST_DEGREE} stages")
+        if self.rank_collective != "auto" and (self.ranks == 1 or self.backend != "pdserve"):
+            why = (
+                "backend is vllm, whose servers choose for themselves" if self.backend != "pdserve" else "a worker has one rank"
+            )
+            raise ConfigError(f"rank_collective is {self.rank_collective}, and {why}: leave it out")
         if self.degrees.ranks % self.vllm.nodes:
             works = [nodes for nodes in range(1, self.degrees.ranks + 1) if self.degrees.ranks % nodes == 0]
             raise ConfigError(
@@ -230,6 +239,23 @@ class EngineConfig:
         """The degrees and the number of ranks, in words."""
         degrees = f"tensor_parallel_size {self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
         return f"{degrees} are {self.degrees.ranks} ranks"
+
+    def collective(self, device: str) -> RankCollective:
+        """Return the way in which ranks on a device of this type, "cpu" or "cuda", give each other rows. It is never auto."""
+        if self.rank_collective != "auto":
+            return self.rank_collective
+        return "nccl" if device == "cuda" else "shared_memory"
+
+    def check_gang_on_gpus(self, why: str) -> None:
+        """Raise `ConfigError` for a gang of our own engine on GPUs whose KV pool has no configured size: it measures none.
+
+        why: the setting, in words, by which it gets GPUs.
+        """
+        if self.ranks > 1 and self.backend == "pdserve" and self.kv_cache_memory is None:
+            raise ConfigError(
+                f"{why}, and {self.gang}, which do not measure how much memory is free: set kv_cache_memory to the bytes of "
+                "the KV pool over all ranks (or device to cpu, or backend to vllm)"
+            )
 
     def check_cores(self, cores: int, machine: str = "this machine") -> None:
         """Raise `ConfigError` for a gang with more threads than a machine has cores: in every layer the others would wait for a
@@ -572,8 +598,8 @@ def _check_gpus(name: str, gpus: int | None, num_gpus: float, engine: EngineConf
             f"{name}.num_gpus is {num_gpus:g}, so {sharing} workers share a GPU and each takes "
             f"{engine.gpu_memory_utilization:g} of its memory: set engine.gpu_memory_utilization to {1 / sharing:.2g} or less"
         )
-    if num_gpus and engine.ranks > 1 and engine.backend == "pdserve":
-        raise ConfigError(f"{name}.num_gpus is {num_gpus:g}, and in {name}.engine {engine.gang}: {_GANGS_ON_CPUS}")
+    if num_gpus:
+        engine.check_gang_on_gpus(f"{name}.num_gpus is {num_gpus:g}")
     if engine.ranks > 1 and 0 < num_gpus < engine.ranks:
         raise ConfigError(
             f"{name}.num_gpus is {num_gpus:g}, and in {name}.engine {engine.gang}: set num_gpus to {engine.ranks}, one for each"

@@ -60,7 +60,7 @@ PARTS = (
     Part("families", "families", "run", ("triton",), 25),
     Part("decode", "steps", "run_decode", ("triton", "safetensors", "msgspec"), 40),
     Part("prefill", "steps", "run_prefill", ("triton", "safetensors", "msgspec"), 25),
-    Part("ranks", "ranks", "run", (), 35),
+    Part("ranks", "ranks", "run", ("safetensors", "msgspec"), 35),
     Part(
         "peer", "peers", "run", ("triton", "safetensors", "msgspec", "transformers"), 120
     ),  # at most; it gets what the others have left

@@ -3,19 +3,23 @@
     python -m bench.engine.gangs [--ranks 2] [--rounds 9] [--dtype float32]
 
 The model has the shape of Qwen2.5-0.5B and made-up weights, and needs no download. The ways take turns within each round. First
-comes the time of a sum over ranks (meetings.cpp), each rank on a core of its own.
+come the time of a sum over ranks (meetings.cpp), each rank on a core of its own, and the time in which ranks by torch gather
+rows: in shared memory, and over gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +29,17 @@ from rich.table import Table
 
 import pdserve
 from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.families.llama import llama_spec
 from pdserve.checkpoint.tiny import write_tiny
 from pdserve.config import MIB, Dtype, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.model_spec import RopeSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.shards import Degrees, RankShare
 from pdserve.core.step_plan import SampleSpec, SequenceSlice, StepPlan
+from pdserve.engine.gang.collective import CollectiveRanks, Library
+from pdserve.engine.gang.meeting import MetRanks, meeting_bytes
+from pdserve.engine.gang.memory import SharedMemory
 from pdserve.engine.runner import ModelRunner
 
 SHAPE: Final[dict[str, Any]] = {
@@ -45,6 +55,10 @@ CASES: Final = {
 }
 """(sequences, new tokens of each, cached tokens of each), by the name of the step."""
 AT_LEAST_S: Final = 0.2
+GATHERED: Final = ((1, 576), (16, 1024), (256, 1024))
+"""Rows and columns of float32: 2.3 KB is a row of SmolLM2-135M."""
+GATHERS: Final = 2000
+GATHER_TIMEOUT_S: Final = 60.0
 SOURCES: Final = Path(pdserve.__file__).parent / "engine" / "native" / "src"
 
 
@@ -59,6 +73,11 @@ def main() -> None:
     table = Table("bytes of a sum", "median us", "p99 us", title=f"{args.ranks} ranks add up")
     for line in meetings(args.ranks):
         table.add_row(*line)
+    console.print(table)
+    table = Table("bytes of all columns", "by", "median us", "p99 us", title=f"{args.ranks} ranks gather rows")
+    for library in (None, "gloo"):
+        for line in gathers(args.ranks, library):
+            table.add_row(*line)
     console.print(table)
     with tempfile.TemporaryDirectory() as folder:
         times = measured(Path(folder), args.ranks, args.rounds, args.dtype)
@@ -79,6 +98,51 @@ def meetings(ranks: int) -> Iterator[list[str]]:
         subprocess.run(["g++", *flags, str(Path(__file__).with_name("meetings.cpp")), "-o", program], check=True)
         result = subprocess.run([program, str(ranks), "20000"], check=True, capture_output=True, text=True)
     yield from (line.split() for line in result.stdout.splitlines())
+
+
+def gathers(ranks: int, library: Library | None) -> Iterator[list[str]]:
+    """Yield the bytes of gathered rows, how they are gathered, the median of the microseconds and their 99th percentile.
+
+    Ranks are processes of one thread, on any cores. No library is shared memory.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        spec = llama_spec(
+            vocab_size=512, hidden_size=64, intermediate_size=64, heads=8, kv_heads=[8], head_dim=8, max_position=64,
+            rope=RopeSpec(1e4), eps=1e-5, tied_head=True,
+        )  # fmt: skip
+        share = RankShare(spec, Degrees(ranks))
+        memory, (ours, theirs) = SharedMemory(meeting_bytes(share)), context.Pipe()
+        children = [
+            context.Process(target=_gather, args=(replace(share, number=number), memory, library, Path(folder), theirs))
+            for number in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        while ours.poll():
+            nbytes, median_s, p99_s = ours.recv()
+            yield [str(nbytes), library or "shared memory", f"{median_s * 1e6:.0f}", f"{p99_s * 1e6:.0f}"]
+
+
+def _gather(share: RankShare, memory: SharedMemory, library: Library | None, folder: Path, told: Connection) -> None:
+    """Gather rows as one rank. Rank 0 tells the bytes, the median of its seconds and their 99th percentile."""
+    torch.set_num_threads(1)
+    ranks = MetRanks(share, memory, GATHER_TIMEOUT_S)
+    if library is not None:
+        cpu = torch.device("cpu")
+        ranks = CollectiveRanks(share, memory, GATHER_TIMEOUT_S, library=library, folder=folder, device=cpu)
+    for rows, width in GATHERED:
+        columns = [one.columns_of(width) for one in share.of_stage]
+        own, times_s = torch.ones(rows, len(columns[share.rank])), []
+        for _ in range(GATHERS):
+            began_s = time.perf_counter()
+            ranks.gather(own, columns)
+            times_s.append(time.perf_counter() - began_s)
+        if share.number == 0:
+            rest = sorted(times_s[GATHERS // 10 :])
+            told.send((rows * width * 4, statistics.median(rest), rest[len(rest) * 99 // 100]))
 
 
 def measured(folder: Path, ranks: int, rounds: int, dtype: Dtype) -> dict[str, dict[str, list[float]]]:

@@ -21,6 +21,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.block_sums import BlockSums
+from pdserve.engine.kv.checksum import stripes_of
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineSteps
@@ -43,7 +44,7 @@ class Prefill:
             eos_token_ids=(),
             prefix_salt=b"bench",
         )
-        self.steps = EngineSteps(scheduler, pool, [BlockSums(runner.kv.caches[0].blocks)] if checksums else None)
+        self.steps = EngineSteps(scheduler, pool, [sums_of(runner)] if checksums else None)
         self.count = 0
 
     def compute(self, prompt: tuple[int, ...]) -> tuple[float, float]:
@@ -86,7 +87,7 @@ def main() -> None:
             first_ratios.append(took[1][1] / took[0][1])
             plain_s.append(took[0][0])
     blocks = list(range(runner.kv.spec.blocks_for(options.tokens)))
-    sums = BlockSums(runner.kv.caches[0].blocks)
+    sums = sums_of(runner)
     sums_s = []
     for _ in range(options.rounds):
         began_s = time.thread_time()
@@ -101,6 +102,12 @@ def main() -> None:
     alone_s = statistics.median(sums_s)
     share = alone_s / statistics.median(plain_s)
     print(f"sums alone: {1e3 * alone_s:.2f} ms, {gigabytes / alone_s:.1f} GB/s of one core, {share:.2%} of prefill")
+
+
+def sums_of(runner: ModelRunner) -> BlockSums:
+    """Return the function that sums the blocks of the runner's first pool, as an engine thread sums them."""
+    cache = runner.kv.caches[0]
+    return BlockSums(cache.blocks, stripes_of(cache.layout))
 
 
 def interval(values: list[float]) -> tuple[float, float]:

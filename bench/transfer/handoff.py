@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.transfer.reads import PEER_INCARNATION, READER_INCARNATION, TIMEOUT_S, Pool, copy
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion, Region
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.lease_service import LeaseService, PeerService
 from kvtransfer.pull import Pull, PullResult
+from kvtransfer.routed import RoutedTransport
 from kvtransfer.thread import PoolSource, TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
@@ -76,7 +77,7 @@ async def serve(shape: Shape) -> None:
     ticket and advance it.
     """
     pool = shape.pool(fill=True)
-    transport = NixlTransport(WorkerId("lender"), PEER_INCARNATION, [pool.region])
+    transport = RoutedTransport({0: NixlTransport(WorkerId("lender"), PEER_INCARNATION, [pool.region])})
     loop = asyncio.get_running_loop()
     table = LeaseTable(PEER_INCARNATION, ttl_s=30.0)
     service = LeaseService(table, loop.time, lambda: None, cluster_token=TOKEN)
@@ -116,7 +117,7 @@ def ticket_of(
         lease_counter=lease_id.counter,
         peer_address=address,
         kv_spec=KvSpec((shape.layout,)),
-        regions=(region,),
+        regions=(KvRegion.of(shape.layout, region),),
         block_tables=(ids,),
         prompt_len=len(ids) * BLOCK_SIZE,
         prompt_hash=prompt_hash(b"", ""),
@@ -133,7 +134,8 @@ class Reader:
         self.lender = lender
         self.pool = shape.pool(fill=False)
         self.source = shape.pool(fill=True)
-        self.thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), READER_INCARNATION, [self.pool.region]))
+        own = self.pool.region
+        self.thread = TransferThread(lambda: RoutedTransport({0: NixlTransport(WorkerId("reader"), READER_INCARNATION, [own])}))
         self.sums = BlockSums(torch.from_numpy(self.pool.array))
         self.config = LeaseConfig()
         self.binds = 0
@@ -157,7 +159,7 @@ class Reader:
         self.binds += 1
         lease = await self.client.attach(lease_id, ticket, deadline_s=TIMEOUT_S)
         reader_id = ReaderId(READER_INCARNATION, self.binds)
-        region = self.pool.region
+        region = KvRegion.of(self.shape.layout, self.pool.region)
         self.thread.sum_blocks = {region: self.sums} if checksums else {}
         pull = Pull(lease, ticket, [range(blocks)], reader_id, [PoolSource(self.thread, region)], self.config)
         pulled = await pull.run(wait_s=TIMEOUT_S)

@@ -1,11 +1,11 @@
 """Measure how fast KV blocks cross between two processes, beside what the machine can do.
 
-    python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--runs 15] [--transport nixl]
+    python -m bench.transfer.reads [--blocks 256] [--block-kib 360] [--piece-kib 2] [--runs 15] [--transport nixl]
 
 Several ways move the same scattered blocks, one after the other in every round, so that a busy machine slows all of
-them: a plain copy within this process (the floor), the transport as the workers use it, NIXL held to TCP, and a raw TCP
-loopback socket to compare the latter with. Every read is compared bit for bit. --transport takes what the setting
-transfer.transport takes.
+them: a plain copy within this process (the floor), the transport as the workers use it, the same by pieces that lie in
+another order here, as ranks of other degrees read, NIXL held to TCP, and a raw TCP loopback socket to compare the latter
+with. Every read is compared bit for bit. --transport takes what the setting transfer.transport takes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
@@ -132,18 +132,26 @@ class TransportWay:
         stack.callback(self.transport.close)
         self.transport.connect(PEER_INCARNATION, self.peer.metadata)
 
-    def run(self) -> float:
-        """Read the pool, and return the seconds. Raises `TimeoutError` after 30 s, and `AssertionError` when a byte differs."""
+    def run(self, piece_bytes: int | None = None) -> float:
+        """Read the pool, and return the seconds. piece_bytes: read blocks by pieces of this size, into the opposite order.
+
+        Raises `TimeoutError` after 30 s, and `AssertionError` when a byte differs.
+        """
+        theirs, ours = self.peer.region, self.pool.region
+        expected = self.source.array[self.order]
+        if piece_bytes is not None:
+            pieces = tuple((offset, piece_bytes) for offset in range(0, ours.block_bytes, piece_bytes))
+            theirs, ours = replace(theirs, pieces=pieces), replace(ours, pieces=pieces[::-1])
+            expected = expected.reshape(len(expected), -1, piece_bytes)[:, ::-1].reshape(expected.shape)
         self.pool.array[:] = 0
         started_s = time.perf_counter()
-        local = range(len(self.order))
-        handle = self.transport.post_read(PEER_INCARNATION, self.peer.region, self.order, local, self.pool.region)
+        handle = self.transport.post_read(PEER_INCARNATION, theirs, self.order, range(len(self.order)), ours)
         while not self.transport.poll(handle):
             if time.perf_counter() - started_s > TIMEOUT_S:
                 raise TimeoutError("a read did not finish")
             time.sleep(POLL_S)
         duration_s = time.perf_counter() - started_s
-        assert np.array_equal(self.pool.array, self.source.array[self.order]), "bytes differ"
+        assert np.array_equal(self.pool.array, expected), "bytes differ"
         return duration_s
 
 
@@ -165,7 +173,7 @@ def receive(connection: socket.socket, target: Pool) -> float:
     return time.perf_counter() - started_s
 
 
-def measure(name: str, num_blocks: int, block_bytes: int, runs: int) -> dict[str, list[float]]:
+def measure(name: str, num_blocks: int, block_bytes: int, piece_bytes: int, runs: int) -> dict[str, list[float]]:
     """Return the seconds of each run, by way. The first round warms up and is not counted."""
     order = [int(block) for block in np.random.default_rng(SEED).permutation(num_blocks)]
     source, target = Pool(num_blocks, block_bytes, fill=True), Pool(num_blocks, block_bytes, fill=False)
@@ -175,6 +183,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, runs: int) -> dict[str
         ways: dict[str, Callable[[], float]] = {
             "memcpy in one process (floor)": lambda: copy(source, target, order),
             f"{name} read": read.run,
+            f"{name} read, pieces of {piece_bytes / 1024:g} KiB": lambda: read.run(piece_bytes),
             "TCP loopback socket": lambda: receive(connection, target),
         }
         if name == "nixl":
@@ -207,6 +216,9 @@ def main() -> None:
     parser.add_argument(
         "--block-kib", type=int, default=360, help="size of a block; 360 is that of SmolLM2-135M with 16 tokens in bf16"
     )
+    parser.add_argument(
+        "--piece-kib", type=int, default=2, help="size of a piece, which divides a block; 2 is a head of SmolLM2-135M"
+    )
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--transport", default="nixl", metavar="NAME")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -216,7 +228,7 @@ def main() -> None:
     if options.serve:
         serve(options.transport, options.blocks, block_bytes)
     else:
-        times_s = measure(options.transport, options.blocks, block_bytes, options.runs)
+        times_s = measure(options.transport, options.blocks, block_bytes, options.piece_kib * 1024, options.runs)
         Console().print(report(times_s, options.blocks, block_bytes))
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.api import LocalRegion, Region, RemoteRegion, TransportRead, check_shapes
 from pdserve.core.errors import ConfigError, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.kv_layout import MAX_KV_GROUPS
 
-CALL_BLOCKS: Final = 512  # a call takes at most 1024 pieces (IOV_MAX)
+CALL_PIECES: Final = 512  # a call takes at most 1024 (IOV_MAX)
 CALL_BYTES: Final = 1 << 30  # a call moves less than 2 GiB
 MAX_METADATA_BYTES: Final = 512
 _PR_SET_PTRACER: Final = 0x59616D61
@@ -28,13 +30,12 @@ _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
-class _Piece(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-_PIECES: Final = ctypes.POINTER(_Piece)
+Pieces = npt.NDArray[np.uint64]
+"""[pieces, 2]: the address of each piece and its bytes, which is `struct iovec` of the system call."""
 _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
-_LIBC.process_vm_readv.argtypes = (ctypes.c_int, _PIECES, ctypes.c_ulong, _PIECES, ctypes.c_ulong, ctypes.c_ulong)
+_LIBC.process_vm_readv.argtypes = (
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,13 @@ class CmaTransport:
         if process is None:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        if region not in process.regions:
-            raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
+        if region.whole not in process.regions:
+            raise TransferFailed(f"the pool {region.whole} is not peer {peer:016x}'s")
         _check_alive(process)
-        size = max(1, min(CALL_BLOCKS, CALL_BYTES // region.block_bytes))
-        for start in range(0, len(local_blocks), size):
-            theirs = [region.address_of(b) for b in remote_blocks[start : start + size]]
-            ours = [into.address_of(b) for b in local_blocks[start : start + size]]
-            _copy(process, region.block_bytes, theirs, ours)
+        theirs, ours = _pieces_of(region, remote_blocks), _pieces_of(into, local_blocks)
+        size = max(1, min(CALL_PIECES, CALL_BYTES // max(region.lengths)))
+        for start in range(0, len(ours), size):
+            _copy(process, theirs[start : start + size], ours[start : start + size])
         return TransportRead(peer, len(local_blocks))
 
     def poll(self, handle: TransportRead) -> bool:
@@ -163,11 +163,19 @@ def _is_pool(value: tuple[Any, ...]) -> bool:
     return 1 <= len(rows) <= MAX_KV_GROUPS and all(type(field) is int and field >= 1 for row in rows for field in row)
 
 
-def _copy(process: _Process, nbytes: int, remote: Sequence[int], local: Sequence[int]) -> None:
-    """Copy one block of `nbytes` to each local address. Raises `TransferFailed` when not every byte was copied."""
-    count = len(local)
-    theirs, ours = ((_Piece * count)(*(_Piece(address, nbytes) for address in side)) for side in (remote, local))
-    copied = _LIBC.process_vm_readv(process.pid, ours, count, theirs, count, 0)
-    if copied != count * nbytes:
-        reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {count * nbytes} bytes were read"
-        raise TransferFailed(f"a read of {count} blocks from peer {process.incarnation:016x} failed: {reason}")
+def _pieces_of(region: Region, blocks: Sequence[int]) -> Pieces:
+    """Return the pieces of the blocks that a read copies."""
+    begins = region.address + np.array(blocks, np.uint64)[:, None] * np.uint64(region.block_bytes)
+    pieces = np.empty((len(blocks), len(region.lengths), 2), np.uint64)
+    pieces[..., 0] = begins + np.array(region.offsets, np.uint64)
+    pieces[..., 1] = np.array(region.lengths, np.uint64)
+    return pieces.reshape(-1, 2)
+
+
+def _copy(process: _Process, remote: Pieces, local: Pieces) -> None:
+    """Copy each piece to the local one of the same length. Raises `TransferFailed` when not every byte was copied."""
+    count, nbytes = len(local), int(local[:, 1].sum())
+    copied = _LIBC.process_vm_readv(process.pid, local.ctypes.data, count, remote.ctypes.data, count, 0)
+    if copied != nbytes:
+        reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {nbytes} bytes were read"
+        raise TransferFailed(f"a read of {count} pieces from peer {process.incarnation:016x} failed: {reason}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer.api import LocalRegion, RemoteRegion, TransportRead
+from kvtransfer.api import AnyRegion, TransportRead
 from pdserve.core.errors import InternalBug
 from pdserve.core.ids import Incarnation
 
@@ -29,10 +29,10 @@ class EngineTransport:
     def post_read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: AnyRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
-        into: LocalRegion,
+        into: AnyRegion,
     ) -> TransportRead:
         """Raise `InternalBug`: only the engines read."""
         raise InternalBug("a worker of a foreign engine was asked to copy KV blocks")

@@ -127,8 +127,8 @@ class FakeTransport:
         if peer not in self._peers:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        if region not in self._reachable(peer):
-            raise TransferFailed(f"the pool {region} is not peer {peer:016x}'s")
+        if region.whole not in self._reachable(peer):
+            raise TransferFailed(f"the pool {region.whole} is not peer {peer:016x}'s")
         if self._fabric.is_adrift(peer):
             raise ReadAdrift(f"a read of {len(local_blocks)} blocks from peer {peer:016x} failed")
         read = _FakeRead(peer, region, remote_blocks, local_blocks, into, self._fabric.polls_until_done)
@@ -163,9 +163,11 @@ class FakeTransport:
     def _copy(self, read: _FakeRead) -> None:
         assert not self._closed
         self._reachable(read.peer)
-        source = read.region
+        runs = list(zip(read.into.offsets, read.region.offsets, read.into.lengths, strict=True))
         for remote, local in zip(read.remote_blocks, read.local_blocks, strict=True):
-            ctypes.memmove(read.into.address_of(local), source.address_of(remote), source.block_bytes)
+            theirs, ours = read.region.address_of(remote), read.into.address_of(local)
+            for to, at, nbytes in runs:
+                ctypes.memmove(ours + to, theirs + at, nbytes)
         read.done = True
 
 

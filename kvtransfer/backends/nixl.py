@@ -30,7 +30,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,14 +160,15 @@ def prepare(host: str, allow_public: bool) -> Callable[[WorkerId, Incarnation, L
 
 
 class _NixlRead(TransportRead):
-    """One read. `request` is NIXL's handle; None once the read is over or adrift."""
+    """One read. `request` is NIXL's handle; None once the read is over or adrift. `sides` are descriptor lists of its own."""
 
-    __slots__ = ("connection", "request")
+    __slots__ = ("connection", "request", "sides")
 
-    def __init__(self, peer: Incarnation, num_blocks: int, request: int, connection: _Connection) -> None:
+    def __init__(self, peer: Incarnation, num_blocks: int, request: int, connection: _Connection, sides: Sequence[int]) -> None:
         super().__init__(peer, num_blocks)
         self.request: int | None = request
         self.connection = connection
+        self.sides = sides
         connection.in_flight += 1
 
     def take_request(self) -> int:
@@ -260,11 +261,7 @@ class NixlTransport:
         connection = self._peers.pop(incarnation, None)
         if connection is None:
             return
-        for side in connection.sides.values():
-            try:
-                self._agent.releasedDlistH(side)
-            except self._nixl.errors as exc:
-                logger.warning("NIXL kept the descriptors of agent %s: %s", connection.name, exc)
+        self._release(connection.sides.values())
         self._forget(connection.name)
 
     def post_read(
@@ -280,19 +277,24 @@ class NixlTransport:
         if connection is None or connection.broken:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         check_shapes(into, region, remote_blocks, local_blocks)
-        side = self._remote_side(connection, region)
-        with self._nixl.translated(f"cannot make a read of peer {peer:016x}"):
-            request = self._agent.makeXferReq(
-                self._nixl.module.NIXL_READ,
-                self._local_side(into),
-                np.asarray(local_blocks, dtype=np.int32),
-                side,
-                np.asarray(remote_blocks, dtype=np.int32),
-                b"",
-                [self._backend],
-                False,
-            )
-        handle = _NixlRead(peer, len(local_blocks), request, connection)
+        theirs, ours = self._remote_side(connection, region.whole), self._local_side(into.whole)
+        remote, local = np.asarray(remote_blocks, dtype=np.int32), np.asarray(local_blocks, dtype=np.int32)
+        own: list[int] = []
+        try:
+            with self._nixl.translated(f"cannot make a read of peer {peer:016x}"):
+                if region.pieces or into.pieces:
+                    # Lists of all pieces of a pool would have millions of rows, so a read of pieces has lists of its own.
+                    own.append(self._prepare(connection.name, region, remote_blocks))
+                    own.append(self._prepare(self._nixl.module.NIXL_INIT_AGENT, into, local_blocks))
+                    theirs, ours = own
+                    remote = local = np.arange(len(local_blocks) * len(into.lengths), dtype=np.int32)
+                request = self._agent.makeXferReq(
+                    self._nixl.module.NIXL_READ, ours, local, theirs, remote, b"", [self._backend], False
+                )
+        except TransferFailed:
+            self._release(own)
+            raise
+        handle = _NixlRead(peer, len(local_blocks), request, connection, own)
         self._advance(handle, self._agent.postXferReq)
         return handle
 
@@ -340,6 +342,15 @@ class NixlTransport:
             self._agent.releaseXferReq(handle.take_request())
         except self._nixl.errors as exc:
             logger.warning("NIXL kept a finished read of peer %016x: %s", handle.peer, exc)
+        self._release(handle.sides)
+
+    def _release(self, sides: Iterable[int]) -> None:
+        """Release descriptor lists. Failures of NIXL are only logged."""
+        for side in sides:
+            try:
+                self._agent.releasedDlistH(side)
+            except self._nixl.errors as exc:
+                logger.warning("NIXL kept a list of descriptors: %s", exc)
 
     def _abandon(self, handle: _NixlRead) -> None:
         """Keep NIXL's request until the agent ends: a release would hide that the read may still write."""
@@ -386,13 +397,17 @@ class NixlTransport:
             sides[region] = self._prepare(connection.name, region)
         return sides[region]
 
-    def _prepare(self, owner: str, region: Region) -> int:
-        """Return a prepared descriptor list from [num_blocks, 3] uint64: one row (address, length, device) for each block."""
-        rows = np.empty((region.num_blocks, 3), dtype=np.uint64)
-        rows[:, 0] = region.address + np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
-        rows[:, 1] = region.block_bytes
-        rows[:, 2] = region.device.index
-        descriptors = self._nixl.module.nixlXferDList(self._memory(region), rows)
+    def _prepare(self, owner: str, region: Region, blocks: Sequence[int] | None = None) -> int:
+        """Return a prepared descriptor list from [rows, 3] uint64: one row (address, length, device) for each piece of each
+        block. `blocks` None: of all blocks."""
+        begins = np.arange(region.num_blocks) if blocks is None else np.asarray(blocks)
+        lengths = np.array(region.lengths, dtype=np.uint64)
+        rows = np.empty((len(begins), len(lengths), 3), dtype=np.uint64)
+        rows[..., 0] = region.address + begins.astype(np.uint64)[:, None] * np.uint64(region.block_bytes)
+        rows[..., 0] += np.array(region.offsets, dtype=np.uint64)
+        rows[..., 1] = lengths
+        rows[..., 2] = region.device.index
+        descriptors = self._nixl.module.nixlXferDList(self._memory(region), rows.reshape(-1, 3))
         return int(self._agent.prepXferDlist(owner, descriptors, [self._backend]))
 
     def _memory(self, region: Region) -> Any:

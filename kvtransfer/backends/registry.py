@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvtransfer.api import LocalRegion, Transport
+from kvtransfer.api import LocalRegion, Region, Transport
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.plugins import resolve
@@ -14,9 +14,9 @@ SETTING: Final = "transfer.transport"
 BUILTINS: Final = {name: f"kvtransfer.backends.{name}:prepare" for name in ("nixl", "cma", "fake")}
 """The function of each name. It takes `host` and `allow_public`, and returns a `MakeTransport`."""
 
-MakeTransport = Callable[[WorkerId, Incarnation, Sequence[LocalRegion]], Transport]
-"""A function that makes the transport of one worker over its KV pool, which is one region for each KV group. The transfer
-thread calls it once."""
+MakeTransport = Callable[[WorkerId, Incarnation, Sequence[LocalRegion]], Transport[Region]]
+"""A function that makes the transport of one process over its KV pool, which is at most one region for each KV group. The
+transfer thread calls it once. The incarnation names the process: see `kvtransfer.routed.rank_id`."""
 
 
 def prepare(name: str, host: str, *, allow_public: bool) -> MakeTransport:

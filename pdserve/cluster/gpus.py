@@ -79,11 +79,7 @@ def assigned(config: ClusterConfig, present: int) -> ClusterConfig:
         return config
     engines = {name: config.engine_for(pool) for name, pool in takers.items()}
     for name, engine in engines.items():
-        if engine.ranks > 1 and engine.backend == "pdserve":
-            raise ConfigError(
-                f"{name}.engine.device is {engine.device}, there are GPUs, and {engine.gang}: gangs compute on CPUs; set "
-                "device to cpu (or gpus to 0), or use backend vllm on GPUs"
-            )
+        engine.check_gang_on_gpus(f"{name}.engine.device is {engine.device}, there are GPUs")
     if any(engine.degrees.ranks > 1 for engine in engines.values()):
         gangs = {name: dataclasses.replace(pool, num_gpus=float(engines[name].ranks)) for name, pool in takers.items()}
         if config.address == "local":

@@ -9,7 +9,17 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from pdserve.config import BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, ClusterConfig, load
+from pdserve.config import (
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    QUANTIZATIONS,
+    RANK_COLLECTIVES,
+    ClusterConfig,
+    load,
+)
 from pdserve.core.sampling import Placement
 from pdserve.core.settings.types import parse_bytes
 from pdserve.text.calls.registry import AUTO, CALL_FORMS, NONE, REASONING_SIGNS
@@ -167,6 +177,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "engine.pipeline_parallel_size",
         DEGREE,
         "Number of stages into which the layers of a worker's model are cut (default 1).",
+    ),
+    (
+        ("--rank-collective",),
+        "engine.rank_collective",
+        click.Choice(RANK_COLLECTIVES),
+        "How ranks give each other numbers (default auto: shared_memory on CPUs, nccl on GPUs).",
     ),
     (("--device",), "engine.device", click.Choice(DEVICES), "auto takes a GPU (cuda) where there is one, else the CPU."),
     (("--gpus",), "gpus", NOT_NEGATIVE, "Limit of the GPUs that the workers use (default: all); 0 computes on CPUs."),

@@ -12,7 +12,8 @@ NULL_BLOCK: Final = BlockId(-1)
 """The entry of a block table for a dead block, which is behind the sliding window, so nothing reads or writes it; or for
 a block that is not taken yet: see `WindowPool`."""
 BlockSum = NewType("BlockSum", int)
-"""A checksum of 64 bits over all stored bytes of one KV block. It finds accidental changes. It does not stop an attacker."""
+"""A checksum of 64 bits over all stored bytes of one KV block, or of a part of it. It finds accidental changes.
+It does not stop an attacker."""
 NULL_SUM: Final = BlockSum(0)
 """The entry of a list of checksums for a dead block."""
 Incarnation = NewType("Incarnation", int)

@@ -1,11 +1,18 @@
-"""The shape of a model's KV: groups of layers, and the blocks of each group, as they lie in memory and travel in tickets."""
+"""The shape of a model's KV: groups of layers, and the blocks of each group, as they lie in memory and travel in tickets.
+
+The ranks of a gang may share blocks: each has some layers, those of its stage, and some heads (`KvShare`). Its part of a block
+is a block of a KV group that has nothing else. So a head of a layer has one place among all ranks: the rank whose share has it,
+and an offset in that rank's part of the block. A reader with other shares joins the places of both sides: `join` tells which
+bytes of which rank of the lender go where in which rank of the reader. Each head of each layer is in exactly one overlap of two
+shares, so it is read once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from pdserve.core.errors import ConfigError
 
@@ -28,8 +35,8 @@ class KvGroup:
     and each plane of `planes`, [heads, block_size, dim] of `dtype`. The scales of a quantised dtype follow all numbers: for
     each layer and plane, [heads] float32.
 
-    A plane is (heads, dim), the shape of what one token stores in it. K and V are two planes. A layer with one latent vector
-    for each token has one plane.
+    A plane is (heads, dim), the shape of what one token stores in it; all planes have the same heads. K and V are two planes. A
+    layer with one latent vector for each token has one plane.
 
     A block is one descriptor of a read: large descriptors move several times faster than small ones.
     SmolLM2-135M in bf16: 30 * 2 * 3 * 16 * 64 * 2 B = 360 KiB for 16 tokens; in int8 180 KiB and 720 B of scales.
@@ -46,6 +53,8 @@ class KvGroup:
     def __post_init__(self) -> None:
         if not self.layers or not self.planes or any(a >= b for a, b in pairwise(self.layers)):
             raise ConfigError(f"a KV group needs planes, and layers in ascending order, got {self.layers} and {self.planes}")
+        if len({heads for heads, _ in self.planes}) > 1:
+            raise ConfigError(f"the planes of a KV group need equal heads, since ranks share them by heads, got {self.planes}")
         if self.quantised and (any(dim % 2 for _, dim in self.planes) or self.data_bytes % SCALE_BYTES):
             raise ConfigError(f"a KV block of {self._numbers} numbers in {self.dtype} is not a whole number of words")
 
@@ -56,7 +65,7 @@ class KvGroup:
 
     @property
     def num_kv_heads(self) -> int:
-        """The heads of the first plane, which is K in a group of K and V."""
+        """The heads of each plane."""
         return self.planes[0][0]
 
     @property
@@ -317,3 +326,128 @@ def fit_max_model_len(requested: int | None, max_position: int, pool_tokens: int
             "raise kv_cache_memory or lower max_model_len"
         )
     return requested
+
+
+class Unit(NamedTuple):
+    """The bytes of one head of one plane of one layer in a block: its numbers, or its scale.
+
+    place: the number of the unit among all units of a whole block, all numbers before all scales. It is the same in each
+    layout of ranks.
+    """
+
+    offset: int
+    nbytes: int
+    place: int
+
+
+class ByteRun(NamedTuple):
+    """A run of bytes of a block that lies together on both sides of a read."""
+
+    theirs: int
+    ours: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvShare:
+    """The part of each block of a KV group that one rank stores. `layers` are places in `KvGroup.layers`; neither is empty."""
+
+    rank: int
+    layers: range
+    heads: range
+
+    def of(self, group: KvGroup) -> KvGroup:
+        """Return the layout of this part of the group's blocks."""
+        planes = tuple((len(self.heads), dim) for _, dim in group.planes)
+        return replace(group, layers=group.layers[self.layers.start : self.layers.stop], planes=planes)
+
+    def meets(self, other: KvShare) -> bool:
+        """Tell whether both have a head of a layer."""
+        layers = self.layers.start < other.layers.stop and other.layers.start < self.layers.stop
+        return layers and self.heads.start < other.heads.stop and other.heads.start < self.heads.stop
+
+    def overlap(self, other: KvShare) -> KvShare | None:
+        """Return what this rank has of the other share. None: it has nothing."""
+        if not self.meets(other):
+            return None
+        layers = range(max(self.layers.start, other.layers.start), min(self.layers.stop, other.layers.stop))
+        heads = range(max(self.heads.start, other.heads.start), min(self.heads.stop, other.heads.stop))
+        return KvShare(self.rank, layers, heads)
+
+    def units(self, group: KvGroup, stored: KvShare) -> Iterator[Unit]:
+        """Yield the units of this share in the memory of a rank that has stored a share around it. Numbers come first."""
+        own = stored.of(group)
+        strips = [group.block_size * dim * DTYPE_BITS[group.dtype] // 8 for _, dim in group.planes]
+        layer_bytes, all_heads, all_planes = len(stored.heads) * sum(strips), group.num_kv_heads, len(strips)
+        places = len(group.layers) * all_planes * all_heads
+        for layer in self.layers:
+            begin = (layer - stored.layers.start) * layer_bytes
+            for plane, strip in enumerate(strips):
+                place = (layer * all_planes + plane) * all_heads
+                for head in self.heads:
+                    yield Unit(begin + (head - stored.heads.start) * strip, strip, place + head)
+                begin += len(stored.heads) * strip
+        if not group.quantised:
+            return
+        for layer in self.layers:
+            for plane in range(all_planes):
+                row = (layer - stored.layers.start) * all_planes + plane
+                place = places + (layer * all_planes + plane) * all_heads
+                for head in self.heads:
+                    scale = row * len(stored.heads) + head - stored.heads.start
+                    yield Unit(own.data_bytes + scale * SCALE_BYTES, SCALE_BYTES, place + head)
+
+
+class Route(NamedTuple):
+    """A read of one rank of a lender by one rank of a reader: the share that each stores, and the pieces of a block."""
+
+    theirs: KvShare
+    ours: KvShare
+    pieces: tuple[ByteRun, ...]
+
+
+def whole_share(group: KvGroup) -> KvShare:
+    """Return the share of one rank that has everything."""
+    return KvShare(0, range(group.num_layers), range(group.num_kv_heads))
+
+
+def cover(group: KvGroup, shares: Sequence[KvShare]) -> bool:
+    """Tell whether the shares have each head of each layer of a group exactly once, each rank at most one share."""
+    count = 0
+    for at, one in enumerate(shares):
+        if one.layers.start < 0 or one.layers.stop > group.num_layers or one.heads.start < 0:
+            return False
+        if not one.layers or not one.heads or one.heads.stop > group.num_kv_heads:
+            return False
+        if any(one.rank == other.rank or one.meets(other) for other in shares[:at]):
+            return False
+        count += len(one.layers) * len(one.heads)
+    return count == group.num_layers * group.num_kv_heads
+
+
+def join(group: KvGroup, theirs: Sequence[KvShare], ours: Sequence[KvShare]) -> tuple[Route, ...]:
+    """Return what each rank of a reader reads of which rank of a lender, so that each head of each layer is read once.
+
+    Both sides store the group in the same dtype and `cover` it.
+    """
+    routes = []
+    for own in ours:
+        for their in theirs:
+            both = own.overlap(their)
+            if both is not None:
+                routes.append(Route(their, own, tuple(_pieces(both, group, their, own))))
+    return tuple(routes)
+
+
+def _pieces(both: KvShare, group: KvGroup, theirs: KvShare, ours: KvShare) -> Iterator[ByteRun]:
+    """Yield the runs of bytes that lie together in both memories."""
+    run: ByteRun | None = None
+    for their, our in zip(both.units(group, theirs), both.units(group, ours), strict=True):
+        if run is not None and run.theirs + run.nbytes == their.offset and run.ours + run.nbytes == our.offset:
+            run = ByteRun(run.theirs, run.ours, run.nbytes + their.nbytes)
+            continue
+        if run is not None:
+            yield run
+        run = ByteRun(their.offset, our.offset, their.nbytes)
+    if run is not None:
+        yield run

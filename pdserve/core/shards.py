@@ -12,14 +12,17 @@ compute by torch never share sums, and need no equal shares (`columns_of`, `whol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_layout import KvGroup, KvShare, KvSpec
 from pdserve.core.model_spec import Attention, DenseSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
 MOST_DEGREE: Final = 8
 """The most ranks of a stage, and the most stages. gang.h has the same numbers."""
+MOST_RANKS: Final = MOST_DEGREE * MOST_DEGREE
+"""The most ranks of a gang."""
 PANEL: Final = 32
 """Each rank but the last has a multiple of so many columns of a product, such as the token ids of the head. Compiled code
 computes so many of them at a time."""
@@ -110,6 +113,12 @@ class RankShare:
         return self.number // self.degrees.tensor
 
     @property
+    def of_stage(self) -> tuple[RankShare, ...]:
+        """The shares of all ranks of its stage, in order."""
+        first = self.stage * self.degrees.tensor
+        return tuple(replace(self, number=first + rank) for rank in range(self.degrees.tensor))
+
+    @property
     def parts(self) -> int:
         """The parts of each sum that this rank computes."""
         return self.spec.parts if self.gathers else self.spec.parts // self.degrees.tensor
@@ -188,3 +197,25 @@ class RankShare:
         mlp = layer.mlp
         whole = isinstance(mlp, MoeSpec) and self.degrees.experts
         return range(mlp.intermediate) if whole else self.part_of(mlp.intermediate)
+
+
+def kv_shares(spec: ModelSpec, degrees: Degrees, group: KvGroup) -> tuple[KvShare, ...]:
+    """Return the shares of all ranks that have a part of a KV group, in the order of the ranks.
+
+    A rank computes whole KV heads (`RankShare.whole_heads`), and where a stage has more ranks than KV heads, some ranks have
+    none.
+    """
+    shares = []
+    for number in range(degrees.ranks):
+        rank = RankShare(spec, degrees, number)
+        layers = [place for place, layer in enumerate(group.layers) if layer in rank.layers]
+        heads = rank.whole_heads(spec.layers[group.layers[0]].attention)
+        if layers and heads:
+            shares.append(KvShare(number, range(layers[0], layers[-1] + 1), heads))
+    return tuple(shares)
+
+
+def shares_of_rank(spec: ModelSpec, degrees: Degrees, kv: KvSpec, rank: int) -> tuple[KvShare | None, ...]:
+    """Return the share that one rank stores of each KV group. None: it stores nothing of the group."""
+    shares = [kv_shares(spec, degrees, group) for group in kv.groups]
+    return tuple(next((share for share in of_group if share.rank == rank), None) for of_group in shares)

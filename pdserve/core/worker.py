@@ -74,9 +74,10 @@ FEATURES: Final[Mapping[str, Callable[[RequestSpec], bool]]] = MappingProxyType(
 )
 """The features of requests that an engine may lack, or may have only where one worker computes the whole request. Each has its
 name, mostly that of the field that asks for it, and a function that tells whether a request uses it."""
-PEER_VERSIONS: Final = VersionRange(0, 1)
+PEER_VERSIONS: Final = VersionRange(2, 2)
 """The versions of the protocol between workers that this release speaks. A worker without versions speaks version 0. In version
-1 both sides name their versions at the handshake."""
+1 both sides name their versions at the handshake. In version 2 tickets and metadata of transports list ranks, and checksums of
+parts of a block add up, so no earlier version can be read."""
 
 
 @dataclass(frozen=True, slots=True)

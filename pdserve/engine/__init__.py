@@ -3,6 +3,7 @@
 __all__ = [
     "attention",
     "block_sums",
+    "gang",
     "kernels",
     "kv",
     "loading",

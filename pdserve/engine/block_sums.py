@@ -7,7 +7,7 @@ vectors this CPU has.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from typing import Final, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.core.ids import BlockSum
 from pdserve.engine.kernels.support import triton_usable
-from pdserve.engine.kv.checksum import combine, sums_in_numpy
+from pdserve.engine.kv.checksum import Integers, Stripes, Words, sums_in_numpy
 from pdserve.engine.native.library import installed
 
 BEST: Final = 0
@@ -27,14 +27,10 @@ bits."""
 
 
 class NativeSums(Protocol):
-    """The compiled function.
+    """The compiled function."""
 
-    region: the address of the blocks. ids: the address of `count` int64 block ids. sums: the address of room for `count`
-    uint64 sums.
-    """
-
-    def __call__(self, region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
-        """Write the checksums. False means that this CPU lacks the requested way, and nothing is written."""
+    def __call__(self, region: int, block_bytes: int, ids: Integers, stripes: Stripes, way: int = BEST) -> Words | None:
+        """Return the checksums [ids] of blocks of the region at this address. None: this CPU lacks the requested way."""
         ...
 
 
@@ -45,14 +41,17 @@ def load_sums() -> NativeSums | None:
     if path is None:
         return None
     try:
-        function = ctypes.CDLL(str(path)).pdserve_block_sums
+        function = ctypes.CDLL(str(path)).pdserve_stripe_sums
     except (OSError, AttributeError):
         return None
-    function.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)
+    function.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int)
     function.restype = c_int
 
-    def sum_blocks(region: int, block_bytes: int, ids: int, count: int, sums: int, way: int = BEST) -> bool:
-        return bool(function(region, block_bytes, ids, count, sums, way))
+    def sum_blocks(region: int, block_bytes: int, ids: Integers, stripes: Stripes, way: int = BEST) -> Words | None:
+        sums = np.empty(len(ids), np.uint64)
+        table = (column.ctypes.data for column in (stripes.offset, stripes.nbytes, stripes.key))
+        found = function(region, block_bytes, ids.ctypes.data, len(ids), *table, len(stripes.key), sums.ctypes.data, way)
+        return sums if found else None
 
     return sum_blocks
 
@@ -60,17 +59,22 @@ def load_sums() -> NativeSums | None:
 class BlockSums:
     """Computes checksums of blocks of one region of memory, [blocks, block_bytes] uint8, which must stay in place.
 
-    Several threads may call it at once. On CUDA it runs in the calling thread's current stream. With `beside` it runs in a
-    separate stream and does not wait for steps of the model; this is only for blocks that no stream writes.
+    `stripes` says what is summed of each block: all of it (`stripes_of` its layout), or the part that a rank has. None: all of
+    it, as bytes without a layout. Several threads may call it at once. On CUDA it runs in the calling thread's current stream.
+    With `beside` it runs in a separate stream and does not wait for steps of the model; this is only for blocks that no stream
+    writes.
     """
 
-    def __init__(self, blocks: Tensor, *, beside: bool = False) -> None:
+    def __init__(self, blocks: Tensor, stripes: Stripes | None = None, *, beside: bool = False) -> None:
         assert blocks.dtype == torch.uint8
         assert blocks.is_contiguous()
         self._blocks = blocks
+        self._stripes = Stripes.plain(blocks.shape[1]) if stripes is None else stripes
+        assert self._stripes.lie_in(blocks.shape[1])
         on_cuda = blocks.device.type == "cuda"
         self._stream = torch.cuda.Stream(blocks.device) if beside and on_cuda else None  # type: ignore[no-untyped-call]
         self._compiled = load_sums() if blocks.device.type == "cpu" else None
+        self._kernel = _kernel_of(blocks, self._stripes) if triton_usable(blocks.device) else None
 
     def __call__(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
         """Return the checksums of the named blocks, in order. Asserts that each id is below the number of blocks."""
@@ -79,23 +83,21 @@ class BlockSums:
         assert min(block_ids) >= 0
         assert max(block_ids) < len(self._blocks)
         if self._compiled is not None:
-            return self._in_compiled_code(block_ids)
-        if triton_usable(self._blocks.device):
-            return self._in_triton(block_ids)
-        return sums_in_numpy(self._blocks[list(block_ids)].cpu().numpy())
-
-    def _in_triton(self, block_ids: Sequence[int]) -> tuple[BlockSum, ...]:
-        """Sum stripes on the GPU and combine them on the CPU. Copying the stripe sums back waits for the kernel."""
-        from pdserve.engine.kernels.block_sums import stripe_sums
-
-        with torch.cuda.stream(self._stream):  # with None, the current stream stays
-            stripes = stripe_sums(self._blocks, torch.tensor(block_ids, device=self._blocks.device)).cpu()
-        return combine(stripes.numpy().view(np.uint64), self._blocks.shape[1])
-
-    def _in_compiled_code(self, block_ids: Sequence[int]) -> tuple[BlockSum, ...]:
-        """Call the compiled code. ctypes releases the GIL during the call."""
-        assert self._compiled is not None
-        ids = np.array(block_ids, np.int64)
-        sums = np.empty(len(ids), np.uint64)
-        self._compiled(self._blocks.data_ptr(), self._blocks.shape[1], ids.ctypes.data, len(ids), sums.ctypes.data)
+            # ctypes releases the GIL during the call.
+            address, block_bytes = self._blocks.data_ptr(), self._blocks.shape[1]
+            sums = self._compiled(address, block_bytes, np.array(block_ids, np.int64), self._stripes)
+            assert sums is not None
+        elif self._kernel is not None:
+            with torch.cuda.stream(self._stream):  # with None, the current stream stays
+                # Copying the sums back waits for the kernel.
+                sums = self._kernel(torch.tensor(block_ids, device=self._blocks.device)).cpu().numpy().view(np.uint64)
+        else:
+            return sums_in_numpy(self._blocks[list(block_ids)].cpu().numpy(), self._stripes)
         return tuple(BlockSum(value) for value in sums.tolist())
+
+
+def _kernel_of(blocks: Tensor, stripes: Stripes) -> Callable[[Tensor], Tensor] | None:
+    """Return the kernel. None: the bytes do not lie as it needs them, and numpy sums them."""
+    from pdserve.engine.kernels.block_sums import KernelSums
+
+    return KernelSums(blocks, stripes) if KernelSums.takes(blocks, stripes) else None

@@ -54,7 +54,8 @@ def numerics_of(runner: ModelRunner, card: ModelCard, config: EngineConfig) -> s
             small,
             replace(
                 config, max_model_len=PROMPT + 2, max_num_seqs=len(LENGTHS), max_num_batched_tokens=sum(LENGTHS),
-                tensor_parallel_size=1, pipeline_parallel_size=1, enable_expert_parallel=False,  # degrees change no bit
+                tensor_parallel_size=1, pipeline_parallel_size=1, enable_expert_parallel=False, rank_collective="auto",
+                # Degrees change no bit, nor does the way in which ranks give each other rows.
                 kv_cache_memory=blocks * layout.block_bytes, quantization=quantization,
             ),
             lambda dtype, device: stream_weights(Path(), small, dtype, device, load_format="dummy"),

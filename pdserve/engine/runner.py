@@ -22,10 +22,13 @@ from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.roofline import ModelShape, StepTraffic
+from pdserve.core.shards import shares_of_rank
 from pdserve.core.step_plan import Sampled, StepPlan
 from pdserve.core.worker import ExpertLoad, expert_load
 from pdserve.engine.attention.bounded import MOST_POSITIONS
 from pdserve.engine.gang.leader import Gang, OnLost
+from pdserve.engine.gang.line import RankLine
+from pdserve.engine.gang.rank import RankService
 from pdserve.engine.kv.cache import zeros
 from pdserve.engine.kv.paged import TORCH_DTYPES
 from pdserve.engine.kv.pool import KvPool
@@ -36,7 +39,7 @@ from pdserve.engine.memory.host import return_freed_memory
 from pdserve.engine.memory.largest_steps import StepLimits, largest_steps, prompt_step
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
-from pdserve.engine.models.choice import check_ranks, make_model
+from pdserve.engine.models.choice import check_compiled_ranks, check_gpus, check_ranks, make_model
 from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.sampler import MaskThread, all_greedy, best_ids, sample
@@ -131,11 +134,13 @@ class ModelRunner:
         later: int = 0,
         progress: Progress = silent,
         on_lost: OnLost = lambda _: None,
+        service: RankService | None = None,
     ) -> ModelRunner:
         """Load the weights of `directory` and allocate the KV pool. Sets torch's number of threads for the whole process.
 
         With degrees above 1 the runner is rank 0 of a gang, whose other ranks it starts. `on_lost` is called in another thread
-        when one of them ends; no step can be computed then. `close` ends them.
+        when one of them ends; no step can be computed then. `close` ends them. service: serves the lines of ranks that have
+        memory of their own (`lines`).
 
         `later`: bytes of the device's memory that users other than the engine may take; a measured pool leaves them free.
         `progress` gets the bytes that are read. Raises `ConfigError` naming the setting or the tensor that does not fit.
@@ -146,13 +151,15 @@ class ModelRunner:
         def read(dtype: torch.dtype, device: torch.device) -> WeightSource:
             streamed = stream_weights(directory, card, dtype, device, load_format=config.load_format, progress=progress)
             sources.append(streamed.source)
-            return streamed if device.type == "cpu" else streamed.held()  # a trial lays a GPU's weights out twice
+            alone = config.degrees.ranks == 1  # and then a trial lays a GPU's weights out twice
+            return streamed.held() if device.type == "cuda" and alone else streamed
 
         gang = None
         if config.degrees.ranks > 1:
-            if device_of(config.device).type != "cpu":
-                raise ConfigError(f"{config.gang}, and gangs compute on CPUs: set device to cpu, or use backend vllm on GPUs")
-            gang = Gang(on_lost)
+            if device_of(config.device).type == "cuda":
+                config.check_gang_on_gpus(f"device is {config.device}")
+                check_gpus(config, torch.cuda.device_count())
+            gang = Gang(on_lost, service)
         try:
             runner = cls.make(card, config, read, later=later, gang=gang, directory=directory)
             if gang is not None:
@@ -228,16 +235,19 @@ class ModelRunner:
         with torch.inference_mode(False):  # the pool is an ordinary tensor, which other code may change
             spec = card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
             most = [group.most_useful(*config.largest_limits(device.type)) for group in spec.groups]
-            allocate = zeros if gang is None else gang.allocate
-            kv = KvPool(spec, kv_bytes, device, TORCH_DTYPES[resolve_dtype(config.dtype)], most=most, allocate=allocate)
+            own = gang is None or config.collective(device.type) != "shared_memory"
+            allocate = zeros if gang is None or own else gang.allocate
+            shares = shares_of_rank(card.spec, config.degrees, spec, 0) if own else ()
+            dtype = TORCH_DTYPES[resolve_dtype(config.dtype)]
+            kv = KvPool(spec, kv_bytes, device, dtype, most=most, allocate=allocate, shares=shares)
         max_model_len = fit_max_model_len(config.max_model_len, card.max_position, pool_tokens or kv.longest)
         if gang is not None:
             compiled = native.supports(card.spec, kv)
             if compiled:
-                config.degrees.check(card.spec)
+                check_compiled_ranks(card.spec, config)
             else:
                 check_ranks(card.spec, kv, config)
-            gang.start(directory, card, config, max_model_len, kv_bytes, compiled=compiled)
+            gang.start(directory, card, config, max_model_len, kv_bytes, compiled=compiled, device=device.type)
         try:
             if gang is not None:
                 model: Model = gang.model(weights, kv)
@@ -250,6 +260,10 @@ class ModelRunner:
         return cls(
             model, kv, weights_bytes=weights.nbytes, max_model_len=max_model_len, batch_invariant=invariant, why=why, gang=gang
         )
+
+    def lines(self, number: int) -> dict[int, RankLine]:
+        """Return one of the lines of each other rank of a gang whose ranks have memory of their own."""
+        return {} if self._gang is None else self._gang.lines(number)
 
     def close(self) -> None:
         """End the other ranks of a gang. Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
@@ -33,7 +33,7 @@ class WorkerEngine(ABC):
     card: ModelCard
     tokenizer: Tokenizer
     kv_spec: KvSpec
-    regions: tuple[Region, ...]
+    regions: tuple[KvRegion, ...]
     """The KV pool: one region for each KV group."""
     model_digest: str
     """The name of the model with every byte of its weights. Empty: they do not come from files."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import grpc
 
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
@@ -152,7 +152,7 @@ class Host:
     config: WorkerConfig
     card: ModelCard
     kv_spec: KvSpec
-    regions: tuple[Region, ...]
+    regions: tuple[KvRegion, ...]
     """The region of each KV group."""
     tokenizer: Tokenizer
     max_model_len: int

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from kvtransfer.api import DeviceKind, Region, TransferDevice
+from kvtransfer.api import AnyRegion, Region, Transport
 from kvtransfer.backends.registry import prepare
-from kvtransfer.staging import STAGING_BLOCKS, Staging
+from kvtransfer.remote import RankTransport, RemoteTransport
+from kvtransfer.routed import RoutedTransport, rank_id
+from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
-from pdserve.checkpoint.card import KV_DTYPES, ModelCard
+from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.progress import Progress
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import EngineConfig, WorkerConfig
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.ids import BlockSum, Incarnation, WorkerId
-from pdserve.core.kv_layout import DTYPE_BITS, KvGroup
+from pdserve.core.blocks import SumBlocks
+from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.roofline import ModelShape, StepCounts, StepFlops
 from pdserve.core.worker import WorkerLoad
-from pdserve.engine.block_sums import BlockSums
-from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.numerics import numerics_of
@@ -40,7 +38,9 @@ from pdserve.structured.compilations import GrammarSource
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine import WorkerEngine
 from pdserve.worker.engine_thread import EngineThread, EngineView, Mailbox, Runner, step_timeout_s
+from pdserve.worker.kv_memory import WorkerKv, most_staged_bytes
 from pdserve.worker.messages import EngineSnapshot, SetBudget, SetLending, StepEvents
+from pdserve.worker.rank_service import MEMORY, RANK_SERVICE, READS
 from pdserve.worker.start_report import MemoryReport
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class OwnEngine(WorkerEngine):
         runner = self.runner
         self.kv_spec, self.max_model_len = runner.kv.spec, runner.max_model_len
         self.model_digest, self.numerics = runner.model_digest, runner.numerics
-        self.regions = tuple(map(region_of, runner.kv.caches))
+        self.regions = self._kv.regions
         self.memory = self._measure(runner)
         log.info("a step may take %.0f s", self._step_timeout_s)
 
@@ -164,21 +164,29 @@ class OwnEngine(WorkerEngine):
 
     def make_transfer(self, worker_id: WorkerId, incarnation: Incarnation) -> TransferThread:
         """Make the thread that reads blocks of peers into the KV pool."""
-        regions, caches = self.regions, self.kv.caches
-        sums = {region: BlockSums(cache.blocks, beside=True) for region, cache in zip(regions, caches, strict=True)}
+        sums: dict[AnyRegion, SumBlocks] = {
+            region: self._kv.sums_of(group, beside=True) for group, region in enumerate(self.regions)
+        }
         return TransferThread(
-            lambda: self._make_transport(worker_id, incarnation, regions),
-            sum_blocks=sums if self.config.lease.kv_checksum else None,
+            lambda: self._routed(worker_id, incarnation), sum_blocks=sums if self.config.lease.kv_checksum else None
         )
 
     def make_staging(self, transfer: TransferThread) -> Staging:
         """Make the blocks in which KV of another dtype is converted."""
-        caches = self.kv.caches
-        return Staging(
-            transfer,
-            # The memory is that of our KV group that holds the same. The ticket was checked, so there is one.
-            lambda layout, count: StagedKv(layout, count, next(c for c in caches if c.layout.holds_the_same_as(layout))),
-        )
+        return Staging(transfer, self._kv.stage)
+
+    def _routed(self, worker_id: WorkerId, incarnation: Incarnation) -> RoutedTransport:
+        """Make the transport of one life, with those of all ranks that have KV. Runs in the transfer thread."""
+        config, ranks = self.config, dict[int, Transport[Region]]()
+        for rank, line in self.runner.lines(READS).items():
+            if regions := self._kv.regions_of(rank):
+                names = RankTransport(
+                    self.transport, config.host, config.allow_public_bind, worker_id, rank_id(incarnation, rank)
+                )
+                ranks[rank] = RemoteTransport(line, regions, names)
+        if regions := self._kv.regions_of(0):
+            ranks[0] = self._make_transport(worker_id, incarnation, regions)
+        return RoutedTransport(ranks)
 
     # Engine thread.
 
@@ -186,8 +194,12 @@ class OwnEngine(WorkerEngine):
         engine = self.config.engine
         check_before_loading(self.card, engine)
         later = self._converts(engine)
-        runner = ModelRunner.load(directory, self.card, engine, later=later, progress=self._progress, on_lost=self._on_death)
+        runner = ModelRunner.load(
+            directory, self.card, engine,
+            later=later, progress=self._progress, on_lost=self._on_death, service=RANK_SERVICE,
+        )  # fmt: skip
         self._end_ranks = runner.close
+        self._kv = WorkerKv(runner.kv, runner.lines(MEMORY))
         runner.numerics = numerics_of(runner, self.card, engine)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
         settled = settle(runner, engine, later=later)
@@ -197,7 +209,7 @@ class OwnEngine(WorkerEngine):
         seen_flops_per_s = flops / settled.prompt_s
         self._peaks = peaks_of(runner.kv, engine, products=runner.products, seen_flops_per_s=seen_flops_per_s)
         caches = runner.kv.caches
-        pool = BlockPools(*[cache.num_blocks for cache in caches], layouts=[cache.layout for cache in caches])
+        pool = BlockPools(*[cache.num_blocks for cache in caches], layouts=runner.kv.spec.groups)
         limits = engine.largest_limits(runner.kv.device.type)
         scheduler = Scheduler(
             pool,
@@ -221,68 +233,12 @@ class OwnEngine(WorkerEngine):
         )
         return runner, scheduler, pool
 
-    def _sums_of(self) -> tuple[BlockSums, ...] | None:
+    def _sums_of(self) -> tuple[SumBlocks, ...] | None:
         """Return a function for each KV group that sums its blocks. None: checksums are off."""
         if not self.config.lease.kv_checksum:
             return None
-        return tuple(BlockSums(cache.blocks) for cache in self.kv.caches)
+        return tuple(self._kv.sums_of(group, beside=False) for group, _ in enumerate(self._kv.regions))
 
     def _counts_of(self) -> StepCounts:
         shape = ModelShape.of(self.card.spec)
         return StepCounts(StepFlops.of(shape), self.runner.traffic(shape), self.runner.expert_load)
-
-
-def region_of(kv: KvCache) -> Region:
-    """Return the region of the blocks of one KV group, which the transport registers and a ticket describes."""
-    return Region(kv.address, kv.num_blocks, kv.layout.block_bytes, device_of(kv.blocks))
-
-
-def device_of(memory: Tensor) -> TransferDevice:
-    """Return the device of a tensor as the transport names it."""
-    kind: DeviceKind = "cuda" if memory.device.type == "cuda" else "cpu"
-    return TransferDevice(kind, memory.device.index or 0)
-
-
-def most_staged_bytes(layout: KvGroup) -> int:
-    """Return the bytes that staging takes in a worker with such a pool once peers of all other dtypes have come. Scales, which
-    are a hundredth of the bytes, are left out."""
-    numbers = layout.data_bytes * 8 // DTYPE_BITS[layout.dtype]
-    bits = sum(DTYPE_BITS[dtype] for dtype in KV_DTYPES.values() if dtype != layout.dtype)
-    return STAGING_BLOCKS * numbers * bits // 8
-
-
-class StagedKv:
-    """Staging blocks of a peer's layout, on the device of our pool. See `kvtransfer.staging.StagingBlocks`."""
-
-    def __init__(self, layout: KvGroup, num_blocks: int, kv: KvCache) -> None:
-        device = kv.device
-        self._source, self._target = layout, kv.layout
-        self._staged = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._sums = BlockSums(self._staged, beside=True)
-        self._pool = kv.blocks
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        # One block fits a CPU's cache, so the conversion of one block after the other is up to 5 times as fast (bf16 to int8).
-        self._step = 1 if self._stream is None else num_blocks
-
-    def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
-        """Return the checksums of these staging blocks, in order. Runs in the converter thread."""
-        return self._sums(staged)
-
-    @property
-    def region(self) -> Region:
-        """The region of the staging blocks."""
-        staged = self._staged
-        return Region(staged.data_ptr(), len(staged), self._source.block_bytes, device_of(staged))
-
-    def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
-        """Convert staging blocks into the `local` blocks of the pool, and write no others. Return when all are written.
-
-        The blocks hold `tokens` tokens; all are full except the last. Runs in the converter thread.
-        """
-        with torch.inference_mode(), torch.cuda.stream(self._stream):  # a stream of None changes nothing
-            for first in range(0, len(staged), self._step):
-                ours, theirs = list(local[first : first + self._step]), list(staged[first : first + self._step])
-                left = min(tokens - first * self._source.block_size, len(theirs) * self._source.block_size)
-                self._pool[ours] = convert_blocks(self._staged[theirs], self._source, self._target, left)
-        if self._stream is not None:
-            self._stream.synchronize()

@@ -1,7 +1,8 @@
 """The simulated engine: production scheduler and block pool, a model whose KV is tags, and steps that take virtual time.
 
 Commands queue during a step, as in the real engine thread. The KV of a step is written when the step ends. So a read that
-comes too early, or from a block that a step still writes, gets wrong tags.
+comes too early, or from a block that a step still writes, gets wrong tags. In a gang each rank writes its heads at a time of
+its own, and the step ends with the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Final
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
+from pdserve.core.kv_layout import KvGroup, KvShare
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
+from pdserve.engine.kv.checksum import add_sums
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
@@ -52,26 +55,68 @@ class Poison:
 
 
 class SimMemory:
-    """The memory of some blocks: the tags of each block. `poison` overwrites freed blocks; otherwise old tags stay there."""
+    """The memory of some blocks, over all ranks that have a part of them. `poison` overwrites freed blocks; otherwise old tags
+    stay there.
 
-    def __init__(self, num_blocks: int, rng: random.Random, *, poison: bool) -> None:
-        self.blocks = [[rng.getrandbits(40) for _ in range(BLOCK_SIZE)] for _ in range(num_blocks)]
+    A block has a cell for each head of each layer, by its place (`pdserve.core.kv_layout.Unit`). A cell has the tags of the
+    block's tokens, and at its end the place for which they were computed.
+    """
+
+    def __init__(
+        self, layout: KvGroup, shares: Sequence[KvShare], num_blocks: int, rng: random.Random, *, poison: bool
+    ) -> None:
+        self.layout = layout
+        self.shares = tuple(shares)
+        self.places = {share.rank: tuple(unit.place for unit in share.units(layout, share)) for share in shares}
+        """The places of the cells that each rank stores, in the order of its memory."""
+        self._num_cells = sum(map(len, self.places.values()))
+        self.blocks = [self._filled(rng.getrandbits(40)) for _ in range(num_blocks)]
         self._rng = rng
         self._poison = poison
 
-    def copy_in(self, block: int, tags: list[int]) -> None:
-        """Write the tags of one block."""
-        self.blocks[block][:] = tags
+    def _filled(self, tag: int) -> list[list[int]]:
+        return [[*(tag,) * BLOCK_SIZE, place] for place in range(self._num_cells)]
+
+    def cell_bytes(self) -> int:
+        """Return the bytes of one cell. All are equal."""
+        return self.layout.block_bytes // self._num_cells
+
+    def tags(self, block: int) -> list[int]:
+        """Return the tags of a block's tokens. Where cells disagree, or are of another place, the tag is wrong."""
+        cells = self.blocks[block]
+        first = cells[0][:BLOCK_SIZE]
+        if all(cell[:BLOCK_SIZE] == first and cell[BLOCK_SIZE] == place for place, cell in enumerate(cells)):
+            return first
+        if any(cell[BLOCK_SIZE] != place for place, cell in enumerate(cells)):
+            return [hash((BLOCK_SIZE, tag)) & _MASK for tag in first]
+        columns = list(zip(*cells, strict=True))[:BLOCK_SIZE]
+        return [tags[0] if tags.count(tags[0]) == len(tags) else hash(tags) & _MASK for tags in columns]
+
+    def write(self, rank: int, block: int, offset: int, tag: int) -> None:
+        """Write the tag of one token into the cells of one rank."""
+        for place in self.places.get(rank, ()):
+            cell = self.blocks[block][place]
+            cell[offset], cell[BLOCK_SIZE] = tag, place
+
+    def copy_in(self, block: int, places: Sequence[int], cells: Sequence[list[int]]) -> None:
+        """Write some cells of one block."""
+        for place, cell in zip(places, cells, strict=True):
+            self.blocks[block][place][:] = cell
 
     def sums(self, block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
-        """Return the checksum of each block."""
-        return tuple(BlockSum(hash(tuple(self.blocks[block])) & _MASK) for block in block_ids)
+        """Return the checksum of each block, which is the sum of those of its parts in all ranks."""
+        blocks = [self.blocks[block] for block in block_ids]
+        of_ranks = [
+            [BlockSum(sum(hash((place, *block[place])) for place in places) & _MASK) for block in blocks]
+            for places in self.places.values()
+        ]
+        return add_sums(*of_ranks)
 
     def freed(self, blocks: list[BlockId]) -> None:
         """Take note of blocks that became free."""
         if self._poison:
             for block in blocks:
-                self.blocks[block][:] = [self._rng.getrandbits(40)] * BLOCK_SIZE
+                self.blocks[block] = self._filled(self._rng.getrandbits(40))
 
 
 class SimKv:
@@ -81,29 +126,31 @@ class SimKv:
     In a group with a sliding window, each token of a slice depends only on the tags that it sees there.
     """
 
-    def __init__(self, num_blocks: Sequence[int], windows: Sequence[int | None], rng: random.Random, *, poison: bool) -> None:
-        """Make the memory of a group for each number of blocks. windows: the window of each group in tokens; None: no
-        window."""
-        self.groups = tuple(SimMemory(count, rng, poison=poison) for count in num_blocks)
-        self._windows = windows
+    def __init__(self, groups: Sequence[SimMemory], num_ranks: int) -> None:
+        """Make the KV of some groups, which so many ranks store."""
+        self.groups = tuple(groups)
+        self.num_ranks = num_ranks
         self.no_numbers = False
         """True: the logits of every step are not finite numbers."""
 
+    def write(self, pending: StepPlan, rank: int) -> None:
+        """Let one rank write the tags of all slices. A launched step is its plan."""
+        for piece in pending.slices:
+            before = self._tags(piece, piece.start, piece.start)[-1:]
+            tag = before[0] if before else None
+            for position, token_id in enumerate(piece.token_ids, piece.start):
+                tag = chain(tag, token_id)
+                for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True)):
+                    memory.write(rank, _not_null(table[position // BLOCK_SIZE]), position % BLOCK_SIZE, tag + group)
+
     def collect(self, pending: StepPlan) -> list[Sampled]:
-        """End a step: write the tags of all slices, and return the tokens that are drawn. A launched step is its plan."""
+        """End a step: return the tokens that are drawn."""
         return [drawn for piece in pending.slices for drawn in self._slice(piece)]
 
     def _slice(self, piece: SequenceSlice) -> list[Sampled]:
-        position = piece.start
-        before = self._tags(piece, position, position)[-1:]
-        tag = before[0] if before else None
-        for token_id in piece.token_ids:
-            tag = chain(tag, token_id)
-            for group, (memory, table) in enumerate(zip(self.groups, piece.block_tables, strict=True)):
-                memory.blocks[_not_null(table[position // BLOCK_SIZE])][position % BLOCK_SIZE] = tag + group
-            position += 1
         if self.no_numbers or not piece.samples:
             return [(NO_TOKEN, None)] * len(piece.samples)
+        position = piece.start + len(piece.token_ids)
         ends = range(position - len(piece.samples) + 1, position + 1)
         return [self._take(piece, end, spec) for end, spec in zip(ends, piece.samples, strict=True)]
 
@@ -127,7 +174,8 @@ class SimKv:
         first group. Raises AssertionError when the token would see a null entry.
         """
         found = self._of_group(piece, 0, 0, end)
-        for group, window in enumerate(self._windows[1:], start=1):
+        for group, memory in enumerate(self.groups[1:], start=1):
+            window = memory.layout.window
             first = 0 if window is None else min(end, max(0, query - window + 1))
             seen = self._of_group(piece, group, first, end)
             if seen != found[first:]:
@@ -139,7 +187,7 @@ class SimKv:
         """Return the tags of tokens [first, end) in one group."""
         memory, table, start = self.groups[group], piece.block_tables[group], first // BLOCK_SIZE
         blocks = map(_not_null, table[start : -(-end // BLOCK_SIZE)])
-        tags = [tag - group for block in blocks for tag in memory.blocks[block]]
+        tags = [tag - group for block in blocks for tag in memory.tags(block)]
         return tags[first - start * BLOCK_SIZE : end - start * BLOCK_SIZE]
 
 
@@ -248,9 +296,25 @@ class SimEngine:
                 spec.grammar.mask()  # as the thread of the masks does, while the model runs
         if plan.slices:
             step_s = self._step_s + TOKEN_S * plan.num_tokens
-            self._process.engine_loop.call_later(step_s, self._finish, plan, step_s)
+            unwritten = set(range(self.kv.num_ranks))
+            for rank, written_s in enumerate(self._spread(step_s)):
+                self._process.engine_loop.call_later(written_s, self._write, plan, step_s, rank, unwritten)
         else:
             self._next()
+
+    def _spread(self, step_s: float) -> list[float]:
+        """Return the time at which each rank writes its part. The slowest needs the whole step."""
+        others = [self._rng.random() * step_s for _ in range(self.kv.num_ranks - 1)]
+        if others:
+            others.insert(self._rng.randrange(self.kv.num_ranks), step_s)
+        return others or [step_s]
+
+    def _write(self, pending: StepPlan, step_s: float, rank: int, unwritten: set[int]) -> None:
+        """Let a rank write its part. The step ends when all ranks have met."""
+        self.kv.write(pending, rank)
+        unwritten.discard(rank)
+        if not unwritten:
+            self._finish(pending, step_s)
 
     def _finish(self, pending: StepPlan, step_s: float) -> None:
         self.steps += 1

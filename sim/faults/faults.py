@@ -22,6 +22,7 @@ class FaultKind(Enum):
     """The kind of a fault, with the use of `Fault.target`, `lasts_s` and `other`."""
 
     KILL = "kill"  # the target is killed, and restarted `lasts_s` later
+    RANK = "rank"  # rank `other` of the target dies, and the target a little later; it is restarted after `lasts_s`
     STALL = "stall"  # the whole target stops for `lasts_s`
     STALL_LOOP = "stall_loop"  # the target's loop thread stops for `lasts_s`
     STALL_ENGINE = "stall_engine"  # the target's engine stops for `lasts_s`
@@ -143,6 +144,21 @@ def with_hung_engines(plan: FaultPlan, rng: random.Random) -> FaultPlan:
     """Add engines that hang for good to a third of the plans."""
     count = rng.choice((0, 0, 0, 0, 1, 2))
     faults = [Fault(rng.uniform(0.1, plan.until_s * 0.6), FaultKind.HANG_ENGINE, rng.choice(WORKERS)) for _ in range(count)]
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def with_dead_ranks(plan: FaultPlan, rng: random.Random) -> FaultPlan:
+    """Add workers that die rank by rank to half of the plans. A worker of one rank dies at once."""
+    faults = [
+        Fault(
+            rng.uniform(0.1, plan.until_s * 0.8),
+            FaultKind.RANK,
+            rng.choice(WORKERS),
+            rng.choice((0.05, 0.3, 1.0)),
+            other=rng.choice(("0", "1", "1", "1")),
+        )
+        for _ in range(rng.choice((0, 0, 1, 3)))
+    ]
     return replace(plan, faults=(*plan.faults, *faults))
 
 

@@ -1,5 +1,5 @@
 """The matrix of directed faults. At each step of the protocol each actor is killed or stalled, its message is dropped or
-repeated, a worker is asked for its other role, or a request that it computes ends it and every worker after it.
+repeated, a worker loses a rank, is asked for its other role, or a request that it computes ends it and every worker after it.
 
 A first run without faults counts the steps. Each cell is then a separate run, with the same few requests, in which one fault
 happens once. All requests of a calm cell must succeed, except requests that lose the router, which nothing can hide, and except
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.core.errors import ErrorCode
+from pdserve.core.shards import Degrees
 from sim.faults.client import CONSTRAINTS, ClientAsk
 from sim.faults.engine import BLOCK_SIZE
 from sim.faults.faults import Fault, FaultKind
 from sim.faults.oracle import MAX_MODEL_LEN
-from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_prefix_caching
+from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_prefix_caching, with_ranks
 from sim.faults.swarm import mapped
 from sim.faults.tap import Act, Cell, Census
 from sim.faults.transfer import ReadFaults
@@ -36,6 +37,7 @@ ROUGH_FAULTS: Final = (
     Fault(2.0, FaultKind.DRAIN, "prefill1", other="router"),
     *(Fault(0.7, FaultKind.WRONG_KEYS, name, other="digest") for name in ("prefill0", "prefill1", "decode1")),
 )
+GANGS: Final = with_ranks(WorldShape(), Degrees(tensor=2), Degrees(pipeline=2))
 NOT_A_STEP: Final = ("end_of_stream",)
 """The step that closes a connection gets no cells. If it were lost, the connection would be broken, and KILL tests that."""
 
@@ -109,17 +111,17 @@ def _steps(*, rough: bool) -> dict[tuple[str, str], tuple[Act, ...]]:
     report = _run(census, rough=rough)
     assert not report.problems, report.problems
     messages = {step for step, _ in census.arrived}
-    ends = (Act.KILL, Act.STALL, Act.LONG_STALL, Act.FLIP)
+    ends = (Act.KILL, Act.RANK, Act.STALL, Act.LONG_STALL, Act.FLIP)
     found = {key: (*ends, Act.DROP, Act.DUPLICATE) if key[0] in messages else ends for key in census.sent}
     found.update({key: ends for key in census.arrived if key not in found})
     return {key: _possible(*key, acts) for key, acts in found.items() if key[0] not in NOT_A_STEP}
 
 
 def _possible(step: str, actor: str, acts: tuple[Act, ...]) -> tuple[Act, ...]:
-    """Leave out the role flips of a router. A request ends its workers at their steps."""
+    """Leave out the role flips and the ranks of a router. A request ends its workers at their steps."""
     if step.startswith("engine_step"):
         return (*acts, Act.POISON)
-    return tuple(act for act in acts if act is not Act.FLIP or actor != "router")
+    return tuple(act for act in acts if act not in (Act.FLIP, Act.RANK) or actor != "router")
 
 
 def run_cell(cell: Cell) -> CellReport:
@@ -153,11 +155,11 @@ def _run(census: Census, *, rough: bool) -> RunReport:
     asks = draw_asks(rng, NUM_ASKS, until_s=UNTIL_S / 2, unruly=False)
     asks = [_with_field(number, ask) for number, ask in enumerate(asks)]
     if not rough:
-        return simulate(SEED, WorldShape(), calm_plan(UNTIL_S), asks, census)
+        return simulate(SEED, GANGS, calm_plan(UNTIL_S), asks, census)
     crowd = draw_asks(rng, 2 * NUM_ASKS, until_s=0.5, unruly=False)
     asks += [replace(ask, name=f"leaves-{ask.name}", leaves_after_s=0.02 * i) for i, ask in enumerate(crowd)]
     plan = replace(calm_plan(UNTIL_S), faults=ROUGH_FAULTS, weather=Weather(delay_s=0.03), reads=ReadFaults(failed=0.3))
-    shape = with_prefix_caching(WorldShape(), True)
+    shape = with_prefix_caching(GANGS, True)
     tight = replace(shape, decode=replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE))
     return simulate(SEED, tight, plan, asks, census)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdserve.core.sampling import Placement, SamplingParams
+from pdserve.core.shards import Degrees
 from sim.faults.checkers import (
     SLACK_S,
     check_outcome,
@@ -39,6 +40,7 @@ from sim.faults.faults import (
     FaultPlan,
     draw_plan,
     with_budgets,
+    with_dead_ranks,
     with_duplicates,
     with_hung_engines,
     with_lost_numbers,
@@ -49,7 +51,7 @@ from sim.faults.faults import (
 from sim.faults.oracle import MAX_MODEL_LEN, VOCAB_SIZE, answer
 from sim.faults.tap import Census
 from sim.faults.transfer import ReadFaults
-from sim.faults.worker import LOST_S, WorkerShape
+from sim.faults.worker import LOST_S, ONE_RANK, WorkerShape
 from sim.faults.world import LEASE, World, WorldShape
 from sim.world.network import Weather
 
@@ -70,6 +72,8 @@ _ONE, _OTHER, _TWO, _MIXED = ("float32",), ("bfloat16",), ("float32", "float32")
 KV_DTYPES: Final = ((_ONE, _ONE), (_OTHER, _ONE), (_TWO, _TWO), (_MIXED, _TWO))
 """The dtypes of the KV groups of the prefill and the decode pool. Groups of equal dtype are read straight into the pool, other
 groups use staging blocks."""
+DEGREES: Final = (ONE_RANK, Degrees(tensor=2), Degrees(pipeline=2))
+"""The ranks of each worker of a pool, which have memory of their own: one has all, or two share heads or layers."""
 WINDOWS: Final = (None, 6, 21)
 """The sliding window of the second KV group, in tokens. None: it has no window. Prompts have up to a hundred tokens."""
 
@@ -113,6 +117,7 @@ def run_seed(seed: int) -> RunReport:
     rng = random.Random(f"{seed} plan")
     plan = with_duplicates(draw_plan(rng, until_s=FAULTS_S), random.Random(f"{seed} duplicates"))
     plan = with_hung_engines(plan, random.Random(f"{seed} hung"))
+    plan = with_dead_ranks(plan, random.Random(f"{seed} dead ranks"))
     plan = with_lost_numbers(plan, random.Random(f"{seed} numbers"))
     plan = with_sick_workers(plan, random.Random(f"{seed} sick"))
     plan = with_budgets(plan, random.Random(f"{seed} budgets"))
@@ -122,6 +127,8 @@ def run_seed(seed: int) -> RunReport:
     shape = with_prefix_caching(_draw_shape(rng), random.Random(f"{seed} prefix").random() < 0.5)
     shape = _with_kv_dtypes(shape, *random.Random(f"{seed} dtypes").choice(KV_DTYPES))
     shape = _with_window(shape, random.Random(f"{seed} window").choice(WINDOWS))
+    ranks = random.Random(f"{seed} ranks")
+    shape = with_ranks(shape, ranks.choice(DEGREES), ranks.choice(DEGREES))
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     asks = _with_priorities(asks, random.Random(f"{seed} priorities"))
@@ -139,13 +146,15 @@ def run_with_slow_reads(seed: int) -> RunReport:
     cuts = tuple(Fault(1.0, FaultKind.CUT, f"prefill{i}", 5.0, f"decode{j}") for i in range(2) for j in range(2))
     rates = {"decode0": 0.7, "decode1": 0.7}
     dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
-    slow = 1 - 0.3 ** (1 / len(dtypes[0]))  # of 10 reads of all groups, 7 are slow
+    theirs, ours = DEGREES[seed % len(DEGREES)], DEGREES[seed // 2 % len(DEGREES)]
+    routes = max(theirs.tensor, ours.tensor) * max(theirs.pipeline, ours.pipeline)
+    slow = 1 - 0.3 ** (1 / len(dtypes[0]) / routes)  # of 10 reads of all groups, 7 are slow
     plan = FaultPlan(cuts, Weather(), ReadFaults(slow=slow, slow_s=6.0, own_network=True), rates, FAULTS_S)
     asks = draw_asks(random.Random(f"{seed} workload"), 32, until_s=FAULTS_S, unruly=False)
     shape = _with_window(
         _with_kv_dtypes(_with_patient_reads(WorldShape()), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
-    return simulate(seed, shape, plan, asks, Census())
+    return simulate(seed, with_ranks(shape, theirs, ours), plan, asks, Census())
 
 
 def run_with_role_flips(seed: int) -> RunReport:
@@ -160,7 +169,23 @@ def run_with_role_flips(seed: int) -> RunReport:
     shape = _with_window(
         _with_kv_dtypes(with_prefix_caching(WorldShape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
+    shape = with_ranks(shape, DEGREES[seed % len(DEGREES)], DEGREES[seed // 2 % len(DEGREES)])
     return simulate(seed, shape, plan, asks, Census())
+
+
+def run_with_gangs(seed: int) -> RunReport:
+    """Make a run of gangs whose ranks die all the time, while routes of reads are slow, fail, or are lost sight of."""
+    rng = random.Random(f"{seed} gangs")
+    deaths = [
+        Fault(rng.uniform(0.3, FAULTS_S), FaultKind.RANK, rng.choice(WORKERS), 0.1, other=rng.choice(("0", "1", "1", "1")))
+        for _ in range(8)
+    ]
+    reads = ReadFaults(slow=0.3, slow_s=1.0, failed=0.1, adrift=0.02, flipped=rng.choice((0.0, 0.01)))
+    plan = FaultPlan(tuple(deaths), Weather(delay_s=0.005), reads, {}, FAULTS_S)
+    asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=FAULTS_S, unruly=True)
+    shape = _with_kv_dtypes(with_prefix_caching(WorldShape(), seed % 2 == 0), *KV_DTYPES[seed % len(KV_DTYPES)])
+    theirs, ours = rng.choice([(a, b) for a in DEGREES for b in DEGREES if (a, b) != (ONE_RANK, ONE_RANK)])
+    return simulate(seed, with_ranks(shape, theirs, ours), plan, asks, Census())
 
 
 def run_with_foreign_engines(seed: int) -> RunReport:
@@ -334,6 +359,11 @@ def _with_kv_dtypes(shape: WorldShape, prefill: tuple[str, ...], decode: tuple[s
 
 def _with_window(shape: WorldShape, window: int | None) -> WorldShape:
     return replace(shape, prefill=replace(shape.prefill, window=window), decode=replace(shape.decode, window=window))
+
+
+def with_ranks(shape: WorldShape, prefill: Degrees, decode: Degrees) -> WorldShape:
+    """Let the workers of each pool have these ranks."""
+    return replace(shape, prefill=replace(shape.prefill, degrees=prefill), decode=replace(shape.decode, degrees=decode))
 
 
 def _with_patient_reads(shape: WorldShape) -> WorldShape:

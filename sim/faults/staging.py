@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from kvtransfer.api import LocalRegion, Region
+from kvtransfer.api import KvRegion
 from kvtransfer.staging import Staging
 from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from sim.faults.engine import BLOCK_SIZE, SimKv, SimMemory
-from sim.faults.transfer import SimTransfer
+from sim.faults.transfer import SimTransfer, region_of
 from sim.world.process import Process
 
 T = TypeVar("T")
@@ -31,16 +31,11 @@ _ADDRESS: Final = 1 << 40
 class SimStaged:
     """The simulated staging blocks of one layout; see `kvtransfer.staging.StagingBlocks`."""
 
-    def __init__(self, address: int, layout: KvGroup, pool: SimMemory, staged: SimMemory) -> None:
-        self._address = address
-        self._layout = layout
+    def __init__(self, region: KvRegion, pool: SimMemory, staged: SimMemory) -> None:
+        self.region = region
+        """The region of the staging blocks."""
         self._pool = pool
         self._staged = staged
-
-    @property
-    def region(self) -> LocalRegion:
-        """The region of the staging blocks."""
-        return Region(self._address, len(self._staged.blocks), self._layout.block_bytes)
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
         """Return the checksum of each staging block."""
@@ -49,8 +44,9 @@ class SimStaged:
     def convert(self, staged: Sequence[int], local: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of the staging blocks to blocks of the pool. The rest of the last block is 0."""
         for i, (source, target) in enumerate(zip(staged, local, strict=True)):
-            tags = self._staged.blocks[source][: tokens - i * BLOCK_SIZE]
-            self._pool.copy_in(target, tags + [0] * (BLOCK_SIZE - len(tags)))
+            left = min(BLOCK_SIZE, tokens - i * BLOCK_SIZE)
+            cells = [[*tags[:left], *(0,) * (BLOCK_SIZE - left), place] for *tags, place in self._staged.blocks[source]]
+            self._pool.copy_in(target, range(len(cells)), cells)
 
 
 class SimConverter:
@@ -87,10 +83,11 @@ def make_staging(
     """Make the production staging over simulated blocks, which `transfer` can read into."""
 
     def make_blocks(layout: KvGroup, num_blocks: int) -> SimStaged:
-        memory = SimMemory(num_blocks, rng, poison=poison)
         group = next(g for g, ours in enumerate(spec.groups) if ours.holds_the_same_as(layout))
-        staged = SimStaged(_ADDRESS << group, layout, kv.groups[group], memory)
-        transfer.memory[staged.region] = memory
-        return staged
+        pool = kv.groups[group]
+        memory = SimMemory(layout, pool.shares, num_blocks, rng, poison=poison)
+        region = region_of(memory, _ADDRESS << group)
+        transfer.add(region, memory)
+        return SimStaged(region, pool, memory)
 
     return Staging(transfer, make_blocks, num_blocks=NUM_BLOCKS, chunk_blocks=CHUNK_BLOCKS, converter=converter)

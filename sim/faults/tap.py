@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from sim.faults.faults import Fault, FaultKind
 from sim.world.network import Fate
 from sim.world.process import Process
 
@@ -19,12 +20,15 @@ STALL_S: Final = 1.2
 """A stall that is too short to make the process lost. Of the protocol's other waits, only a lease is longer."""
 LONG_STALL_S: Final = 4.0
 """A stall that makes the process lost and lets its leases expire."""
+RANK_BACK_S: Final = 0.5
+"""A worker that has ended with its rank is started again after this time, as one that was killed."""
 
 
 class Act(Enum):
     """The fault that happens at a step."""
 
     KILL = "kill"
+    RANK = "rank"
     STALL = "stall"
     LONG_STALL = "long stall"
     DROP = "drop"
@@ -38,8 +42,9 @@ class Cell:
     """One cell of the matrix: at occurrence `nth` (from 0) of `step`, the fault `act` hits the `actor` (a role).
 
     For a message, a fault hits the sender before it sends and the receiver before it handles the message. DROP and
-    DUPLICATE hit the message itself, on its way from `actor`. FLIP lets a worker drain and take its other role. POISON
-    lets a request that is computed at this step end the worker, and every other worker that computes it from then on.
+    DUPLICATE hit the message itself, on its way from `actor`. RANK lets rank 1 of a worker die, and the worker after it. FLIP
+    lets a worker drain and take its other role. POISON lets a request that is computed at this step end the worker, and every
+    other worker that computes it from then on.
     """
 
     step: str
@@ -111,6 +116,9 @@ class Census:
             worker.end_by(ask.name)
         elif cell.act is Act.KILL:
             actor.kill()
+        elif cell.act is Act.RANK:
+            assert self.world is not None
+            self.world.inject(Fault(self.world.timeline.now_s, FaultKind.RANK, actor.name, RANK_BACK_S, other="1"))
         elif cell.act is Act.STALL:
             actor.stop(STALL_S)
         elif cell.act is Act.LONG_STALL:

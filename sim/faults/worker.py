@@ -14,13 +14,16 @@ from functools import partial
 from typing import Any, Final, cast
 
 from decode_worker.role import DecodeRole
-from kvtransfer.api import Region
+from kvtransfer.routed import rank_id
+from pdserve.checkpoint.families.llama import llama_spec
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.block_hash import KEY_BYTES
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation
-from pdserve.core.kv_layout import KvGroup, KvSpec, gqa_group
+from pdserve.core.kv_layout import KvGroup, KvSpec
+from pdserve.core.model_spec import RopeSpec
+from pdserve.core.shards import Degrees, kv_shares
 from pdserve.core.step_plan import StepPlan
 from pdserve.core.worker import OWN_ENGINE
 from pdserve.rpc.v1 import common_pb2, link_pb2
@@ -29,24 +32,30 @@ from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_rol
 from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending, StepEvents
 from prefill_worker.role import PrefillRole
-from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv
+from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv, SimMemory
 from sim.faults.foreign import TRAITS, ForeignEngine, Tickets
 from sim.faults.grammars import GrammarThread, SimCompiler
 from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
 from sim.faults.staging import SimConverter, make_staging
-from sim.faults.transfer import SimPools, SimTransfer
+from sim.faults.transfer import SimPools, SimTransfer, region_of
 from sim.world.channel import FakeChannel
 from sim.world.network import Network
 from sim.world.process import Process
 from sim.world.server import FakeServer
 
 GROUPS: Final = (
-    gqa_group(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32"),
-    KvGroup(layers=(1, 2), planes=((1, 2),), block_size=BLOCK_SIZE, dtype="float32"),
+    KvGroup(layers=(0, 3), planes=((2, 1),), block_size=BLOCK_SIZE, dtype="float32"),
+    KvGroup(layers=(1, 2), planes=((2, 2),), block_size=BLOCK_SIZE, dtype="float32"),
 )
-"""The KV groups of a worker with two groups; other workers have the first group."""
+"""The KV groups of a worker with two groups; other workers have the first group. Ranks share heads or layers of both."""
 LAYOUT: Final = GROUPS[0]
+MODEL: Final = llama_spec(
+    vocab_size=64, hidden_size=64, intermediate_size=64, heads=2, kv_heads=[2] * 4, head_dim=1,
+    max_position=MAX_MODEL_LEN, rope=RopeSpec(1.0), eps=1e-5, tied_head=True,
+)  # fmt: skip
+"""The model whose heads and layers ranks share. Nothing else of it is used."""
 MORE_BLOCKS: Final = 3  # how many more blocks the first of two groups has, so that it finds longer prefixes
+ONE_RANK: Final = Degrees()
 HEARTBEAT_S: Final = 0.5
 LOST_S: Final = 2.5
 ROLES: Final = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
@@ -71,6 +80,8 @@ class WorkerShape:
     step_s: float = STEP_S
     foreign: bool = False
     """True: a foreign engine computes, as in a server of vLLM."""
+    degrees: Degrees = ONE_RANK
+    """The ranks, each with memory of its own for some heads or layers of every block. More than one: the worker is a gang."""
     window: int | None = None
     """The sliding window of the second group in tokens, if there is one. None: it has no window."""
 
@@ -120,7 +131,13 @@ class SimWorker:
         for number, group in enumerate(groups):  # too few blocks for all sequences at once, so that they wait for each other
             useful = group.most_useful(shape.max_num_seqs // 2, shape.max_num_batched_tokens)
             sizes[number] = sizes[number] if useful is None else min(sizes[number], useful)
-        self.kv = SimKv(sizes, [group.window for group in groups], rng, poison=poison)
+        self.kv = SimKv(
+            [
+                SimMemory(group, kv_shares(MODEL, shape.degrees, group), size, rng, poison=poison)
+                for group, size in zip(groups, sizes, strict=True)
+            ],
+            shape.degrees.ranks,
+        )
         self._rng = rng
         self._reached = reached
         self._poison = poison
@@ -129,10 +146,7 @@ class SimWorker:
         self._pools = pools
         self._network = network
         self.engine = self._make_engine(sizes, tickets, check_steps=check_steps)
-        self.regions = tuple(
-            Region((1 + number) << 20, size, group.block_bytes)
-            for number, (group, size) in enumerate(zip(groups, sizes, strict=True))
-        )
+        self.regions = tuple(region_of(memory, (1 + number) << 20) for number, memory in enumerate(self.kv.groups))
         self._config = self._make_config()
         self._grammars = SimCompiler()
         thread = GrammarThread(process, random.Random(self.incarnation), reached)
@@ -162,8 +176,16 @@ class SimWorker:
         self._tell = self.member.link.send
         self.member.link.send = self._send  # type: ignore[method-assign]  # a fault of this worker, above its link
         network.servers[self.address] = (process, self.server)
-        self._pools.by_incarnation[self.incarnation] = (process, memory)
+        for rank in range(self.shape.degrees.ranks):
+            self._pools.add(rank_id(self.incarnation, rank), process, self.transfer.parts.get(rank, {}))
         self.lives += 1
+
+    def lose_rank(self, rank: int) -> None:
+        """Let a rank die. Nobody can read its memory any more, its own reads stop, and the step does not end. The rest of the
+        worker goes on until it notices."""
+        self._pools.forget(rank_id(self.incarnation, rank))
+        self.transfer.lost_ranks.add(rank)
+        self.process.hang_engine()
 
     def flip(self) -> None:
         """Drain, and then take the other role. A worker that is about to end refuses."""
@@ -173,8 +195,9 @@ class SimWorker:
     def _begin_again(self, role: common_pb2.Role) -> None:
         """Begin the next life: a new incarnation, and the old address or a new one. A peer that still reads learns a little
         later that the old one has ended, and until then reads the bytes that lie there by now."""
-        old = self.incarnation
-        self._network.later(self._rng.random(), partial(self._pools.forget, old))
+        old_s = self._rng.random()
+        for rank in range(self.shape.degrees.ranks):
+            self._network.later(old_s, partial(self._pools.forget, rank_id(self.incarnation, rank)))
         self._flipped()
         self.process.role = next(name for name, number in ROLES.items() if number == role)
         self.incarnation = Incarnation(self._rng.getrandbits(64))

@@ -27,6 +27,8 @@ from sim.world.process import Process, Waker
 
 RESTART_S: Final = 0.5  # the delay before the restart of a process that ended without a planned kill
 CLIENT_DELAY_S: Final = 0.001  # clients are on the router's machine
+GANG_ENDS_S: Final = 0.02
+"""A gang ends this long after one of its ranks at most: a rank looks every 20 ms whether the others live."""
 CHECK_EVERY_S: Final = 0.2
 LOOK_AT_ROLES_S: Final = 0.5
 LOOK_AT_UPGRADES_S: Final = 0.004
@@ -189,9 +191,9 @@ class World:
         process = self.processes[fault.target]
         match fault.kind:
             case FaultKind.KILL:
-                if process.alive:
-                    self._down[fault.target] = fault.lasts_s
-                    process.kill()
+                self._end(process, fault)
+            case FaultKind.RANK:
+                self._lose_rank(process, fault)
             case FaultKind.STALL:
                 process.stop(fault.lasts_s)
             case FaultKind.STALL_LOOP:
@@ -223,6 +225,22 @@ class World:
                 self._upgrade(fault)
             case FaultKind.BUDGET:
                 self.router.process.loop.post(0.0, self._set_budget, fault)
+
+    def _end(self, process: Process, fault: Fault) -> None:
+        if process.alive:
+            self._down[fault.target] = fault.lasts_s
+            process.kill()
+
+    def _lose_rank(self, process: Process, fault: Fault) -> None:
+        """Let a rank of a gang die. The gang ends when a thread of rank 0 notices it; without rank 0 it ends at once."""
+        worker = self.workers[fault.target]
+        rank = int(fault.other) % worker.shape.degrees.ranks
+        if not rank:
+            self._end(process, fault)
+        elif process.alive:
+            worker.lose_rank(rank)
+            ends_s = self._rng(f"rank of {process.name} at {fault.at_s}").random() * GANG_ENDS_S
+            self._world.post(ends_s, self._end, process, fault)
 
     def _duplicate(self, fault: Fault) -> None:
         """Start a second process with the target's worker id, at an address of its own. It is not restarted."""

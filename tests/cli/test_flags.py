@@ -102,6 +102,7 @@ def test_gangs_have_vllms_flags(names: tuple[str, str, str]) -> None:
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.enable_expert_parallel) == (2, 4, True)
     alone = parse("--set", "prefill.engine.tensor_parallel_size=2", "--no-enable-expert-parallel")
     assert [alone.engine_for(pool).ranks for pool in (alone.prefill, alone.decode)] == [2, 1]
+    assert parse(names[0], "2", "--rank-collective", "gloo").engine.rank_collective == "gloo"
 
 
 @pytest.mark.parametrize("given", ["https://a.example, null", '["https://a.example", "null"]'])

@@ -250,8 +250,12 @@ RELATIONS = [
     (["engine.batch_invariant=true", "engine.kv_cache_dtype=int8"], ["batch_invariant", "kv_cache_dtype"]),
     (["prefill.engine={block_size: 8}"], ["prefill.engine.block_size and decode.engine.block_size"]),
     (["prefill.engine={dtype: float32}"], ["prefill.engine.dtype and decode.engine.dtype"]),
-    (["engine.device=cuda", "engine.pipeline_parallel_size=2"], ["engine.device is cuda", "2 ranks", "on GPUs"]),
-    (["prefill.num_gpus=1", "prefill.engine.tensor_parallel_size=2"], ["prefill.num_gpus is 1", "gangs compute on CPUs"]),
+    (["engine.device=cuda", "engine.pipeline_parallel_size=2"], ["engine.device is cuda", "2 ranks", "set kv_cache_memory"]),
+    (["prefill.num_gpus=2", "prefill.engine.tensor_parallel_size=2"], ["prefill.num_gpus is 2", "set kv_cache_memory"]),
+    (
+        ["engine.kv_cache_memory=1GiB", "prefill.num_gpus=1", "prefill.engine.tensor_parallel_size=2"],
+        ["prefill.num_gpus is 1", "set num_gpus to 2"],
+    ),
     (
         ["engine.backend=vllm", "decode.num_gpus=1", "decode.engine.tensor_parallel_size=2"],
         ["decode.num_gpus is 1", "set num_gpus to 2"],
@@ -265,6 +269,11 @@ RELATIONS = [
         ["vllm.nodes 3", "16 ranks", "use 1 or 2 or 4 or 8 or 16"],
     ),
     (["engine.backend=vllm", "engine.vllm={nodes: 2, url: 'http://a:1'}"], ["url", "leave out command, args and nodes"]),
+    (["engine.rank_collective=gloo"], ["rank_collective is gloo", "a worker has one rank"]),
+    (
+        ["engine.rank_collective=nccl", "engine.backend=vllm", "engine.tensor_parallel_size=2"],
+        ["rank_collective is nccl", "backend is vllm"],
+    ),
     (["prefill.engine={model: tiny}"], ["prefill.engine.model and decode.engine.model"]),
     (
         ["decode.engine={quantization: int4}"],

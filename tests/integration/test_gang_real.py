@@ -133,10 +133,10 @@ def kill_a_rank(cluster: ProcessCluster, expected: Expected, name: str, number: 
     prompt = list(range(40))
     streams = [OpenStream(cluster, request(prompt, APART, max_tokens=400, **GREEDY)) for _ in range(4)]
     received = [stream.read(8) for stream in streams]
-    (rank,) = ranks_of(cluster, name)
+    *_, rank = ranks_of(cluster, name)
     rank.send_signal(number)
     assert cluster.processes[name].popen.wait(ENDS_S) == 1
-    assert "rank 1 of this worker" in cluster.processes[name].log()
+    assert f"of this worker (process {rank.pid})" in cluster.processes[name].log()
     cluster.heal()
     alone = expected(prompt, {"temperature": 0.0}, 400)
     for stream, ids in zip(streams, received, strict=True):
@@ -204,6 +204,16 @@ def test_ranks_by_torch_hand_over_in_float32_and_end_as_one(dense: EngineConfig)
         check_tokens(cluster, expected, APART, TOGETHER)
         kill_a_rank(cluster, expected, "decode-1", signal.SIGKILL)
         check_tokens(cluster, expected, APART)
+
+
+@pytest.mark.slow
+def test_ranks_over_gloo_hand_over_in_float32_and_end_as_one(dense: EngineConfig) -> None:
+    engine = replace(dense, dtype="float32", batch_invariant=True)
+    two = {"tensor_parallel_size": 2, "rank_collective": "gloo"}
+    expected = Expected(engine)
+    with cluster_of(engine, [two, {}], [{}, two]) as cluster:
+        check_tokens(cluster, expected, APART, TOGETHER)
+        kill_a_rank(cluster, expected, "decode-1", signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -25,10 +25,11 @@ from triton.runtime.jit import JITFunction
 import pdserve.engine.kernels.decode as decode_module
 import pdserve.engine.kernels.experts as experts_module
 import pdserve.engine.kernels.prefill as prefill_module
+from pdserve.core.kv_layout import gqa_group
 from pdserve.core.model_spec import MlaSpec, MoeSpec, NormSpec, RopeSpec
 from pdserve.engine.kernels import tiling
 from pdserve.engine.kernels.activation import gelu_and_mul, silu_and_mul
-from pdserve.engine.kernels.block_sums import stripe_sums
+from pdserve.engine.kernels.block_sums import KernelSums
 from pdserve.engine.kernels.experts import GroupedExperts
 from pdserve.engine.kernels.norm import add_rms_norm, rms_norm
 from pdserve.engine.kernels.quantise import quantise_write
@@ -36,6 +37,7 @@ from pdserve.engine.kernels.rope import rotate_and_write
 from pdserve.engine.kernels.routing import route, sort_few
 from pdserve.engine.kernels.shape import KernelShape, grouped, shape_of
 from pdserve.engine.kernels.tiling import decode_tiling, prefill_tiling
+from pdserve.engine.kv.checksum import Stripes, stripes_of
 from pdserve.engine.kv.paged import KvFormat, LayerKv, PagedKv, plain_kv, quantised_block_bytes, quantised_kv
 from pdserve.engine.norms import HeadNorms, Norm
 
@@ -181,7 +183,9 @@ def quantised(kind: KvFormat) -> None:
 
 
 def sums() -> None:
-    stripe_sums(torch.zeros(4, 8200, dtype=torch.uint8), torch.tensor([0, 2]))
+    group = gqa_group(2, 3, 64, 16, "int8")  # stripes of heads, and of scales
+    KernelSums(torch.zeros(4, group.block_bytes, dtype=torch.uint8), stripes_of(group))(torch.tensor([0, 2]))
+    KernelSums(torch.zeros(4, 8200, dtype=torch.uint8), Stripes.plain(8200))(torch.tensor([0, 2]))
 
 
 CASES = {

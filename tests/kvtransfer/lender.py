@@ -11,10 +11,11 @@ from typing import Any
 import grpc.aio
 from transfer_testing import FakePeer, new_incarnation
 
-from kvtransfer.api import RemoteRegion
+from kvtransfer.api import KvRegion, Region
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.lease_client import FollowedLease
 from kvtransfer.lease_service import LeaseService, PeerService
+from kvtransfer.routed import pack_metadata
 from kvtransfer.ticket import Ticket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.ids import BlockId, Incarnation, LeaseId, SeqId
@@ -76,7 +77,7 @@ def _failing(handler: Any, *, before: bool) -> Any:
 
 def ticket_of(
     lease_id: LeaseId,
-    region: RemoteRegion,
+    region: Region,
     block_ids: tuple[BlockId, ...],
     prompt_len: int,
     *,
@@ -90,7 +91,7 @@ def ticket_of(
         lease_counter=lease_id.counter,
         peer_address=address,
         kv_spec=KvSpec((layout,)),
-        regions=(region,),
+        regions=(KvRegion.of(layout, region),),
         block_tables=(block_ids,),
         prompt_len=prompt_len,
         prompt_hash=PROMPT_HASH,
@@ -118,7 +119,7 @@ class Lender:
 
     async def serve(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=server_options(), interceptors=[Chaos(self.calls)])
-        peer_service = PeerService(self.peer.incarnation, self.peer.metadata, cluster_token=TOKEN)
+        peer_service = PeerService(self.peer.incarnation, pack_metadata({0: self.peer.metadata}), cluster_token=TOKEN)
         peer_pb2_grpc.add_PeerServicer_to_server(peer_service, self._server)
         peer_pb2_grpc.add_LeaseServicer_to_server(self.service, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"

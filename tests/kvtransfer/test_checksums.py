@@ -13,10 +13,11 @@ from test_lost_lender import BLOCKS, SEED, LenderProcess
 from transfer_testing import Pool, new_incarnation
 
 from decode_worker.role import InboundBlocks
-from kvtransfer.api import Region, Transport
+from kvtransfer.api import KvRegion, Transport
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
+from kvtransfer.routed import RoutedTransport
 from kvtransfer.thread import TransferThread
 from kvtransfer.ticket import Ticket, WrongTicket
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
@@ -35,7 +36,7 @@ class Reader:
     """A decode worker, as far as a pull sees it. `damage` may change its pool before what was read is summed."""
 
     kv_spec: KvSpec
-    regions: tuple[Region, ...]
+    regions: tuple[KvRegion, ...]
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool
@@ -63,12 +64,14 @@ async def reader(make: Callable[[Incarnation, Pool], Transport], *, summed: bool
         assert one is not None
         return one.sums(block_ids)
 
-    thread = TransferThread(lambda: make(own, pool), sum_blocks={pool.region: sums} if summed else None)
+    thread = TransferThread(
+        lambda: RoutedTransport({0: make(own, pool)}), sum_blocks={KvRegion.of(LAYOUT, pool.region): sums} if summed else None
+    )
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), LeaseConfig(), cluster_token=TOKEN)
     try:
         await thread.start()
         client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
-        one = Reader(KvSpec((LAYOUT,)), (pool.region,), config, thread, pool, client)
+        one = Reader(KvSpec((LAYOUT,)), (KvRegion.of(LAYOUT, pool.region),), config, thread, pool, client)
         yield one
         assert thread.num_unstopped == 0
         assert client.num_followed == 0
@@ -238,8 +241,9 @@ def reordered(ticket: Ticket, _: Ticket) -> Ticket:
 def moved(ticket: Ticket, _: Ticket) -> Ticket:
     """The same blocks of another region of the same process."""
     (region,) = ticket.regions
-    elsewhere = replace(region, address=region.address + region.block_bytes, num_blocks=region.num_blocks - 1)
-    return replace(ticket, regions=(elsewhere,))
+    ((_, memory),) = region.parts
+    elsewhere = replace(memory, address=memory.address + memory.block_bytes, num_blocks=memory.num_blocks - 1)
+    return replace(ticket, regions=(KvRegion.of(region.group, elsewhere),))
 
 
 def anothers_blocks(ticket: Ticket, other: Ticket) -> Ticket:

@@ -13,6 +13,7 @@ from transfer_testing import new_incarnation
 
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.lease_client import FollowedLease, LeaseClient
+from kvtransfer.routed import pack_metadata
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, IncompatiblePeer, LeaseGone, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, LeaseId, ReaderId
@@ -94,7 +95,7 @@ def test_watermark_and_first_token_arrive_by_push() -> None:
     async def test() -> None:
         async with world() as w:
             lease = await w.attach()
-            assert w.connector.metadata == w.lender.peer.metadata
+            assert w.connector.metadata == pack_metadata({0: w.lender.peer.metadata})
             assert lease.watermark == 0
             w.lender.advance(lease.lease_id, 64)
             assert await wait_watermark(lease, 64) == 64

@@ -229,13 +229,13 @@ def test_a_reader_refuses_a_lender_that_does_not_look_at_versions(monkeypatch) -
     run(test)
 
 
-def test_a_reader_without_versions_is_served() -> None:
-    """Its request has neither field."""
+def test_a_reader_without_versions_is_told_that_it_is_too_old() -> None:
+    """Its request has neither field, so it speaks version 0, which has other tickets."""
 
     async def test() -> None:
         async with lender(FakeFabric()) as one, grpc.aio.insecure_channel(one.address) as channel:
             stub = peer_pb2_grpc.PeerStub(channel)
-            answer = await stub.Handshake(peer_pb2.HandshakeRequest(transport="nixl"), metadata=METADATA)
-            assert answer.agent_metadata
+            with pytest.raises(grpc.aio.AioRpcError, match=r"the reader speaks version 0 .* and the lender speaks 2"):
+                await stub.Handshake(peer_pb2.HandshakeRequest(transport="nixl"), metadata=METADATA)
 
     asyncio.run(asyncio.wait_for(test(), 60))

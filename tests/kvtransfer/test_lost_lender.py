@@ -18,10 +18,11 @@ from lender import LAYOUT, PROMPT_HASH, TOKEN, Lender, lender
 from transfer_testing import ROOT, FakePeer, NixlPeer, Pool, new_incarnation
 
 from decode_worker.role import InboundBlocks
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion
 from kvtransfer.backends.fake import FakeFabric
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
+from kvtransfer.routed import RoutedTransport, pack_metadata
 from kvtransfer.thread import TransferThread
 from pdserve.config import EngineConfig, LeaseConfig, WorkerConfig
 from pdserve.core.errors import LeaseGone, ReplicaLost, TransferFailed
@@ -42,7 +43,7 @@ class Reader:
     """A decode worker, as far as a pull sees it."""
 
     kv_spec: KvSpec
-    regions: tuple[Region, ...]
+    regions: tuple[KvRegion, ...]
     config: WorkerConfig
     transfer: TransferThread
     pool: Pool
@@ -59,13 +60,13 @@ class Reader:
 async def reader(**lease: float) -> AsyncIterator[Reader]:
     """Nothing may be followed, in flight or quarantined when the block ends."""
     pool, own = Pool(), new_incarnation()
-    thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, [pool.region]))
+    thread = TransferThread(lambda: RoutedTransport({0: NixlTransport(WorkerId("reader"), own, [pool.region])}))
     config = WorkerConfig("decode-0", "127.0.0.1:1", EngineConfig(model="tiny"), cluster_token=TOKEN)
     config = replace(config, lease=LeaseConfig(kv_checksum=False, **lease))  # type: ignore[arg-type]
     try:
         await thread.start()
         client = LeaseClient(thread, config.lease, cluster_token=TOKEN)
-        yield Reader(KvSpec((LAYOUT,)), (pool.region,), config, thread, pool, client)
+        yield Reader(KvSpec((LAYOUT,)), (KvRegion.of(LAYOUT, pool.region),), config, thread, pool, client)
         assert thread.num_unstopped == 0
         assert client.num_followed == 0
         await client.close()
@@ -214,9 +215,9 @@ async def two_reads_stalled(one: Reader) -> AsyncIterator[tuple[NixlPeer, Inboun
             control.peer.region, control.peer.metadata = remote.region, remote.metadata
             await control.stop()
             await control.serve()
-            await one.transfer.connect(remote.incarnation, remote.metadata)
+            await one.transfer.connect(remote.incarnation, pack_metadata({0: remote.metadata}))
             await one.transfer.read(
-                remote.incarnation, remote.region, [0], [40], deadline_s=30, into=one.pool.region
+                remote.incarnation, KvRegion.of(LAYOUT, remote.region), [0], [40], deadline_s=30, into=one.regions[0]
             ).result  # a warm endpoint
             stop(remote.process)
             inbound = one.inbound()

@@ -11,10 +11,12 @@ import pytest
 from lender import FIRST, LAYOUT, TOKEN, Lender, lender
 from transfer_testing import FakePeer, NixlPeer, Pool, new_incarnation
 
+from kvtransfer.api import KvRegion
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pull
+from kvtransfer.routed import RoutedTransport
 from kvtransfer.thread import PoolSource, TransferThread
 from pdserve.config import LeaseConfig
 from pdserve.core.errors import DeadlineExceeded, InternalBug, LeaseGone, ReplicaLost, TransferFailed
@@ -53,7 +55,7 @@ class World:
 
     @property
     def source(self) -> PoolSource:
-        return PoolSource(self.thread, self.pool.region)
+        return PoolSource(self.thread, KvRegion.of(LAYOUT, self.pool.region))
 
     def finish_prefill(self, lease_id: LeaseId, blocks: int) -> None:
         self.lender.advance(lease_id, blocks * LAYOUT.block_size, FIRST)
@@ -63,7 +65,7 @@ class World:
 async def world(config: LeaseConfig = CONFIG) -> AsyncIterator[World]:
     fabric, pool, own = FakeFabric(), Pool(), new_incarnation()
     async with lender(fabric) as one:
-        thread = TransferThread(lambda: FakeTransport(fabric, own, [pool.region]))
+        thread = TransferThread(lambda: RoutedTransport({0: FakeTransport(fabric, own, [pool.region])}))
         await thread.start()
         client = LeaseClient(thread, config, cluster_token=TOKEN)
         try:
@@ -288,7 +290,7 @@ def test_a_handoff_over_nixl_from_another_process() -> None:
 
     async def test() -> None:
         remote, pool, own = NixlPeer(seed=3), Pool(), new_incarnation()
-        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), own, [pool.region]))
+        thread = TransferThread(lambda: RoutedTransport({0: NixlTransport(WorkerId("reader"), own, [pool.region])}))
         try:
             async with lender(FakeFabric(), incarnation=remote.incarnation) as one:
                 one.peer.region, one.peer.metadata = remote.region, remote.metadata

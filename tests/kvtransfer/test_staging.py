@@ -12,11 +12,12 @@ import pytest
 from lender import FIRST, LAYOUT, TOKEN, Lender, lender, ticket_of
 from transfer_testing import BLOCK_BYTES, FakePeer, NixlPeer, Pool, new_incarnation
 
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.backends.nixl import NixlTransport
 from kvtransfer.lease_client import LeaseClient
 from kvtransfer.pull import Pull
+from kvtransfer.routed import RoutedTransport, pack_metadata
 from kvtransfer.staging import Staging
 from kvtransfer.thread import BlockRead, TransferThread
 from pdserve.config import LeaseConfig
@@ -43,8 +44,8 @@ class Halves:
         self.bug: Exception | None = None
 
     @property
-    def region(self) -> Region:
-        return self.staged.region
+    def region(self) -> KvRegion:
+        return KvRegion.of(LAYOUT, self.staged.region)
 
     def sums(self, staged: Sequence[int], /) -> tuple[BlockSum, ...]:
         assert threading.current_thread().name.startswith(CONVERTER)
@@ -77,7 +78,9 @@ class World:
         blocks = tuple(BlockId(block) for block in remote)
         lease_id = LeaseId(other.incarnation, 1)
         ticket = ticket_of(lease_id, other.region, blocks, len(blocks) * LAYOUT.block_size - tail)
-        return self.staging.source_for(ticket, 0).read(other.incarnation, other.region, blocks, local, deadline_s=deadline_s)
+        return self.staging.source_for(ticket, 0).read(
+            other.incarnation, ticket.regions[0], blocks, local, deadline_s=deadline_s
+        )
 
     def arrived(self, remote: Iterable[int], local: Iterable[int], *, peer: int = 0) -> bool:
         pairs = list(zip(remote, local, strict=True))
@@ -94,12 +97,14 @@ async def world(*, stuck_after_s: float = 60.0, clean: bool = True) -> AsyncIter
     fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
     peers = [FakePeer(fabric, seed=seed) for seed in (1, 2)]
     halves = Halves(pool)
-    thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]), stuck_after_s=stuck_after_s)
+    thread = TransferThread(
+        lambda: RoutedTransport({0: FakeTransport(fabric, new_incarnation(), [pool.region])}), stuck_after_s=stuck_after_s
+    )
     staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK, stuck_after_s=stuck_after_s)
     try:
         await thread.start()
         for peer in peers:
-            await thread.connect(peer.incarnation, peer.metadata)
+            await thread.connect(peer.incarnation, pack_metadata({0: peer.metadata}))
         yield World(fabric, peers, pool, halves, thread, staging)
         assert not clean or staging.idle
     finally:
@@ -348,7 +353,7 @@ def test_what_is_staged_is_summed_as_it_was_sent() -> None:
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
+        thread = TransferThread(lambda: RoutedTransport({0: FakeTransport(fabric, new_incarnation(), [pool.region])}))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         try:
             async with lender(fabric) as one:
@@ -369,7 +374,7 @@ def test_a_handoff_through_staging_commits_when_all_is_converted() -> None:
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
+        thread = TransferThread(lambda: RoutedTransport({0: FakeTransport(fabric, new_incarnation(), [pool.region])}))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         remote = range(20, 30)
         async with lender(fabric) as one, pull_of(one, thread, staging, remote) as pull:
@@ -396,7 +401,7 @@ def test_a_lease_that_ends_while_blocks_are_converted_ends_the_pull_but_not_the_
     async def test() -> None:
         fabric, pool = FakeFabric(), Pool(block_bytes=BLOCK_BYTES // 2)
         halves = Halves(pool)
-        thread = TransferThread(lambda: FakeTransport(fabric, new_incarnation(), [pool.region]))
+        thread = TransferThread(lambda: RoutedTransport({0: FakeTransport(fabric, new_incarnation(), [pool.region])}))
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         async with lender(fabric) as one, pull_of(one, thread, staging, range(6)) as pull:
             halves.may_convert.clear()
@@ -430,7 +435,9 @@ def test_staging_over_nixl_from_another_process() -> None:
         expected = Pool(seed=3)
         assert expected.digest([0]) == remote.digest([0])
         halves = Halves(pool)
-        thread = TransferThread(lambda: NixlTransport(WorkerId("reader"), new_incarnation(), [pool.region]))
+        thread = TransferThread(
+            lambda: RoutedTransport({0: NixlTransport(WorkerId("reader"), new_incarnation(), [pool.region])})
+        )
         staging = Staging(thread, lambda *_: halves, num_blocks=SLOTS, chunk_blocks=CHUNK)
         try:
             async with lender(FakeFabric(), incarnation=remote.incarnation) as one:

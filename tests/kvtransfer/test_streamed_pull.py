@@ -11,7 +11,7 @@ import pytest
 from lender import FIRST, LAYOUT, ticket_of
 from transfer_testing import new_incarnation
 
-from kvtransfer.api import RemoteRegion
+from kvtransfer.api import KvRegion, Region
 from kvtransfer.lease_client import Committed, FollowedLease
 from kvtransfer.pull import PrefillStalled, Pull, PullResult
 from kvtransfer.thread import BlockRead, Pace
@@ -74,7 +74,7 @@ class Script:
 
     def __post_init__(self) -> None:
         self.lease_id = LeaseId(Incarnation(5), 1)
-        ticket = ticket_of(self.lease_id, RemoteRegion(4096, 64, LAYOUT.block_bytes), REMOTE, PROMPT_LEN, layout=LAYOUT)
+        ticket = ticket_of(self.lease_id, Region(4096, 64, LAYOUT.block_bytes), REMOTE, PROMPT_LEN, layout=LAYOUT)
         self.lease = FollowedLease(self.lease_id, PROMPT_LEN, ticket.proof, self)
         self.pull = Pull(self.lease, ticket, [LOCAL], ReaderId(new_incarnation(), 1), [self], CONFIG)
         self.running: asyncio.Task[PullResult] | None = None
@@ -91,7 +91,7 @@ class Script:
     def read(
         self,
         peer: Incarnation,
-        region: RemoteRegion,
+        region: KvRegion,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.api import Region, TransferDevice
+from kvtransfer.api import KvRegion, Region, TransferDevice
 from kvtransfer.ticket import MAX_TICKET_BYTES, EngineTicket, InvalidTicket, Ticket, WrongTicket
 from pdserve.core.block_hash import prompt_hash
 from pdserve.core.errors import IncompatiblePeer, TransferFailed
 from pdserve.core.ids import NULL_BLOCK, BlockId, Incarnation, LeaseId
-from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, KvSpec, gqa_group
+from pdserve.core.kv_layout import DTYPE_BITS, KvGroup, KvShare, KvSpec, gqa_group
 
 SECRET = b"the lender's own"
 LAYOUT = gqa_group(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
@@ -26,7 +26,10 @@ TICKET = Ticket(
     lease_counter=3,
     peer_address="127.0.0.1:40123",
     kv_spec=SPEC,
-    regions=(Region(0x7F0000000000, 100, LAYOUT.block_bytes), Region(0x7F8000000000, 80, LATENT.block_bytes)),
+    regions=(
+        KvRegion.of(LAYOUT, Region(0x7F0000000000, 100, LAYOUT.block_bytes)),
+        KvRegion.of(LATENT, Region(0x7F8000000000, 80, LATENT.block_bytes)),
+    ),
     block_tables=((BlockId(7), BlockId(99), BlockId(0)), (BlockId(4), BlockId(5), BlockId(79))),
     prompt_len=33,
     prompt_hash=prompt_hash(b"a prompt", "a salt"),
@@ -36,18 +39,31 @@ FIELDS = (
     "version", "incarnation", "lease_counter", "peer_address", "block_size", "groups", "prompt_len", "prompt_hash", "checksums",
     "mac",
 )  # fmt: skip
-GROUP_FIELDS = ("layers", "planes", "dtype", "window", "address", "num_blocks", "device", "block_ids")
+GROUP_FIELDS = ("layers", "planes", "dtype", "window", "num_blocks", "parts", "block_ids")
+PART_FIELDS = ("rank", "part_layers", "heads", "address", "device")
+
+
+def shared(group: KvGroup, ranks: int, address: int, num_blocks: int, device: TransferDevice) -> KvRegion:
+    """A region of ranks that share the heads, as far as there are heads."""
+    heads = min(ranks, group.num_kv_heads)
+    shares = [
+        KvShare(
+            rank, range(group.num_layers), range(group.num_kv_heads * rank // heads, group.num_kv_heads * (rank + 1) // heads)
+        )
+        for rank in range(heads)
+    ]
+    parts = [(share, Region(address + share.rank, num_blocks, share.of(group).block_bytes, device)) for share in shares]
+    return KvRegion(group, tuple(parts))
+
 
 tickets = st.builds(
-    lambda incarnation, host, port, layout, address, ids, tail, device, groups: Ticket(
+    lambda incarnation, host, port, layout, address, ids, tail, device, groups, ranks: Ticket(
         incarnation=Incarnation(incarnation),
         lease_counter=1 + incarnation % 1000,
         peer_address=f"{host}:{port}",
         kv_spec=KvSpec(tuple(dataclasses.replace(layout, layers=(1000 + g,) if g else layout.layers) for g in range(groups))),
         regions=tuple(
-            Region(
-                address + g, max(ids) + 1, (dataclasses.replace(layout, layers=(1000,)) if g else layout).block_bytes, device
-            )
+            shared(dataclasses.replace(layout, layers=(1000 + g,)) if g else layout, ranks, address + g, max(ids) + 1, device)
             for g in range(groups)
         ),
         block_tables=(tuple(BlockId(i) for i in ids),) * groups,
@@ -64,6 +80,7 @@ tickets = st.builds(
     st.integers(0, 1 << 10),
     st.sampled_from([TransferDevice(), TransferDevice("cuda", 3)]),
     st.integers(1, 16),
+    st.integers(1, 8),
 )
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
@@ -85,8 +102,11 @@ def encode_with(group: int = 0, **changes: Any) -> bytes:
     for name, value in changes.items():
         if name in FIELDS:
             fields[FIELDS.index(name)] = value
-        else:
+        elif name in GROUP_FIELDS:
             fields[FIELDS.index("groups")][group][GROUP_FIELDS.index(name)] = value
+        else:
+            parts = fields[FIELDS.index("groups")][group][GROUP_FIELDS.index("parts")]
+            parts[0][PART_FIELDS.index(name)] = value
     packed = msgpack.packb(fields)
     assert isinstance(packed, bytes)
     return packed
@@ -111,7 +131,7 @@ def test_no_other_value_is_a_ticket(value: Any) -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from((*FIELDS, *GROUP_FIELDS)), st.integers(0, 1), anything)
+@given(st.sampled_from((*FIELDS, *GROUP_FIELDS, *PART_FIELDS)), st.integers(0, 1), anything)
 def test_a_field_of_any_value_is_refused_or_sound(name: str, group: int, value: Any) -> None:
     """Whatever stands in a field, a ticket that is accepted holds together."""
     ticket = decode(encode_with(group, **{name: value}))
@@ -156,6 +176,17 @@ def test_a_damaged_ticket_raises_nothing_else(data: st.DataObject) -> None:
         {"device": ["tpu", 0]},
         {"device": ["cuda", -1]},
         {"device": ["cpu"]},
+        {"rank": -1},
+        {"rank": 64},
+        {"part_layers": [0, 0]},
+        {"part_layers": [0, 1]},
+        {"part_layers": [1, 0]},
+        {"part_layers": [0, 31]},
+        {"heads": [0, 4]},
+        {"heads": [1, 3]},
+        {"heads": 3},
+        {"parts": []},
+        {"parts": [[0]]},
         {"block_size": 0},
         {"block_size": 1 << 40},
         {"layers": []},
@@ -192,6 +223,8 @@ def test_what_does_not_hold_together_is_refused(changes: dict[str, Any]) -> None
 def test_too_many_groups_are_refused() -> None:
     """Each of them alone would be sound."""
     group = list(msgpack.unpackb(TICKET.encode())[FIELDS.index("groups")][0])
+    rank, _, *memory = group[GROUP_FIELDS.index("parts")][0]
+    group[GROUP_FIELDS.index("parts")] = [[rank, [0, 1], *memory]]
     groups = [[[layer], *group[1:]] for layer in range(17)]
     assert Ticket.decode(encode_with(groups=groups[:16])).num_blocks == 3
     with pytest.raises(InvalidTicket, match="list of 1 to 16"):
@@ -199,8 +232,8 @@ def test_too_many_groups_are_refused() -> None:
 
 
 def test_another_version_says_so_whatever_follows() -> None:
-    with pytest.raises(IncompatiblePeer, match="version 4"):
-        Ticket.decode(msgpack.packb([4, {"a": "new"}, "format"]))
+    with pytest.raises(IncompatiblePeer, match="version 5"):
+        Ticket.decode(msgpack.packb([5, {"a": "new"}, "format"]))
 
 
 def test_an_unknown_dtype_is_incompatible_and_not_garbage() -> None:
@@ -238,14 +271,29 @@ def test_layouts_that_store_the_same_numbers_in_another_way_do_pair(dtype: str) 
     TICKET.check_layout(KvSpec((dataclasses.replace(LAYOUT, dtype=dtype), LATENT)))
 
 
+RANKS = [[0, [0, 30], [0, 1], 1 << 40, ["cpu", 0]], [1, [0, 30], [1, 3], 1 << 41, ["cpu", 0]]]
+
+
+def test_the_ranks_of_a_ticket_have_each_head_of_each_layer_once() -> None:
+    (first, second), _ = (region.parts for region in Ticket.decode(encode_with(parts=RANKS)).regions)
+    assert first == (KvShare(0, range(30), range(1)), Region(1 << 40, 100, LAYOUT.block_bytes // 3))
+    assert second == (KvShare(1, range(30), range(1, 3)), Region(1 << 41, 100, LAYOUT.block_bytes * 2 // 3))
+    for place, value in [(0, 0), (1, [0, 29]), (1, [1, 30]), (2, [0, 2]), (2, [2, 3]), (2, [0, 3])]:
+        other = [RANKS[0], [*RANKS[1][:place], value, *RANKS[1][place + 1 :]]]
+        with pytest.raises(InvalidTicket, match="shares of 2 ranks"):
+            Ticket.decode(encode_with(parts=other))
+
+
 def test_regions_and_size_follow_the_layout() -> None:
     ticket = Ticket.decode(TICKET.encode())
     assert [region.block_bytes for region in ticket.regions] == [360 * 1024, LATENT.block_bytes]
     assert ticket.kv_bytes == 3 * (360 * 1024 + LATENT.block_bytes)
 
 
+NEAR = dataclasses.replace(LATENT, window=9)
 WINDOWED = dataclasses.replace(
-    TICKET, prompt_len=40, kv_spec=KvSpec((LAYOUT, dataclasses.replace(LATENT, window=9))),
+    TICKET, prompt_len=40, kv_spec=KvSpec((LAYOUT, NEAR)),
+    regions=(TICKET.regions[0], KvRegion.of(NEAR, Region(0x7F8000000000, 80, LATENT.block_bytes))),
     block_tables=(TICKET.block_tables[0], (NULL_BLOCK, NULL_BLOCK, BlockId(79))),
 ).with_mac(SECRET)  # fmt: skip
 """The window begins with the third block: token 40 sees the tokens from 32 on."""
@@ -292,24 +340,28 @@ def test_workers_that_do_not_agree_on_checksums_are_never_paired() -> None:
         TICKET.check_checksums(False)
 
 
+WIDER = dataclasses.replace(LATENT, window=64)
 CHANGES: dict[str, Any] = {
     "incarnation": Incarnation(1),
     "lease_counter": 4,
     "peer_address": "127.0.0.1:40124",
-    "kv_spec": KvSpec((LAYOUT, dataclasses.replace(LATENT, window=64))),
-    "regions": (TICKET.regions[0], Region(0x7F8000000000, 81, LATENT.block_bytes)),
+    "kv_spec": KvSpec((LAYOUT, WIDER)),
+    "regions": (TICKET.regions[0], KvRegion.of(LATENT, Region(0x7F8000000000, 81, LATENT.block_bytes))),
     "block_tables": (TICKET.block_tables[0], (BlockId(5), BlockId(4), BlockId(79))),
     "prompt_len": 34,
     "prompt_hash": bytes(32),
     "checksums": False,
     "mac": bytes(32),
-    "version": 4,
+    "version": 5,
 }
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Ticket)])
 def test_each_field_counts_for_the_mac_and_for_the_proof(name: str) -> None:
-    changed = dataclasses.replace(TICKET, **{name: CHANGES[name]})
+    changes = {name: CHANGES[name]}
+    if name == "kv_spec":  # the regions say it, too
+        changes["regions"] = (TICKET.regions[0], KvRegion.of(WIDER, TICKET.regions[1].parts[0][1]))
+    changed = dataclasses.replace(TICKET, **changes)
     assert changed.proof != TICKET.proof
     assert name == "mac" or changed.with_mac(SECRET).mac != TICKET.mac
 
@@ -346,7 +398,7 @@ def test_a_ticket_of_engines_is_sealed_and_read_like_any_other():
 def test_each_kind_of_worker_refuses_the_tickets_of_the_other():
     with pytest.raises(IncompatiblePeer, match="version 1001"):
         Ticket.decode(ENGINE_TICKET.encode())
-    with pytest.raises(IncompatiblePeer, match="version 3"):
+    with pytest.raises(IncompatiblePeer, match="version 4"):
         EngineTicket.decode(TICKET.encode())
 
 

@@ -98,6 +98,42 @@ def test_other_blocks_stay_untouched(pair: Pair) -> None:
     assert pair.pool.digest([5]) == pair.peer.digest([3])
 
 
+def test_pieces_of_blocks_arrive_in_their_places_and_nothing_else_changes(pair: Pair) -> None:
+    pair.connect()
+    theirs, ours = ((0, 100), (5000, 4096), (BLOCK_BYTES - 8, 8)), ((8, 100), (BLOCK_BYTES - 4096, 4096), (200, 8))
+    remote, local = list(range(1, NUM_BLOCKS, 2)), list(range(0, NUM_BLOCKS - 1, 2))
+    expected, source = Pool().array, Pool(seed=1).array
+    pair.pool.array[:] = expected[:] = 7
+    for (at, nbytes), (to, _) in zip(theirs, ours, strict=True):
+        expected[local, to : to + nbytes] = source[remote, at : at + nbytes]
+    region, into = (
+        dataclasses.replace(whole, pieces=pieces) for whole, pieces in ((pair.peer.region, theirs), (pair.pool.region, ours))
+    )
+    for _ in range(2):
+        handle = pair.transport.post_read(pair.peer.incarnation, region, remote, local, into)
+        wait_for(pair.transport, handle)
+        assert (pair.pool.array == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (((0, 100),), ((0, 200),)),
+        (((0, 100),), ()),
+        (((0, 100), (100, 100)), ((0, 200),)),
+        (((BLOCK_BYTES - 8, 16),), ((0, 16),)),
+        (((0, 16),), ((-8, 16),)),
+    ],
+)
+def test_pieces_that_do_not_pair_or_leave_their_block_are_refused(
+    pair: Pair, theirs: tuple[tuple[int, int], ...], ours: tuple[tuple[int, int], ...]
+) -> None:
+    pair.connect()
+    region, into = dataclasses.replace(pair.peer.region, pieces=theirs), dataclasses.replace(pair.pool.region, pieces=ours)
+    with pytest.raises(TransferFailed, match="piece"):
+        pair.transport.post_read(pair.peer.incarnation, region, [0], [0], into)
+
+
 def test_several_reads_at_once(pair: Pair) -> None:
     pair.connect()
     peer, region = pair.peer.incarnation, pair.peer.region

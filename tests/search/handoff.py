@@ -167,7 +167,7 @@ class Handoff(DecodeSide):
     def check(self, s: State) -> None:
         for decode in s.decodes:
             for block, block_sum in self.machines.ask(decode.pool, do.summed):
-                if block_sum != decode.memory[block]:
+                if block_sum != self.sum_of(decode.memory[block]):
                     raise Violation(f"a checksum of decode's block {block} is not of the form that it stores")
             for bind in decode.binds:
                 self.check_bind(decode, bind)
@@ -180,7 +180,7 @@ class Handoff(DecodeSide):
             lent = self.machines.ask(s.prefill.pool, do.lent, number)
             held = set(chain.from_iterable(self.machines.ask(s.prefill.pool, do.addresses, lent)))
             binds = [bind for decode in s.decodes for bind in decode.binds if bind.lease == lease]
-            read = {remote for bind in binds for read in bind.reads for remote, _ in read.pairs}
+            read = {remote for bind in binds for read in bind.reads for remote, *_ in read.pairs}
             if read - held or read & self.machines.ask(s.prefill.pool, do.meaningless):
                 raise Violation(f"a read of lease {lease} touches blocks {sorted(read - held)} that the lease does not hold")
 
@@ -203,7 +203,7 @@ class Handoff(DecodeSide):
             expected = self.expected(bind.request)
             if not self.is_right(content, expected, len(self.config.prompts[bind.request])):
                 raise Violation(f"bind {bind.number} decodes from {content} instead of {expected}")
-        targets = {local for read in bind.reads for _, local in read.pairs}
+        targets = {local for read in bind.reads for _, local, *_ in read.pairs}
         if targets:
             astray = targets - self.machines.ask(decode.pool, do.writable, bind.number)
             if astray:

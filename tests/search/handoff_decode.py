@@ -14,7 +14,7 @@ from pdserve.core.reader import Discard, Effect, PostRead, Reader, ReaderState, 
 from tests.search import handoff_events as do
 from tests.search.explorer import Step
 from tests.search.handoff_prefill import PrefillSide, with_tag, with_tags
-from tests.search.handoff_state import BLOCK_SIZE, GARBAGE, Bind, Decode, Read, State, Ticket
+from tests.search.handoff_state import BLOCK_SIZE, Bind, Decode, Read, State, Ticket
 
 
 class DecodeSide(PrefillSide):
@@ -114,7 +114,7 @@ class DecodeSide(PrefillSide):
                     yield Step(("copy", *pair, "in", *name), self.copied(s, worker, bind, read, pair), sure=True)
                     if s.used.flips < self.config.flips:
                         flipped = s._replace(used=s.used._replace(flips=s.used.flips + 1))
-                        yield Step(("flip", *pair, "in", *name), self.copied(flipped, worker, bind, read, pair, GARBAGE))
+                        yield Step(("flip", *pair, "in", *name), self.copied(flipped, worker, bind, read, pair, self.garbage))
             else:
                 yield Step(("done", *name), self.arrived(s, worker, bind, read), sure=True)
             if abandoned:
@@ -132,7 +132,7 @@ class DecodeSide(PrefillSide):
             return
         if not decode.step_aborted:
             yield Step(("local abort on", worker), with_decode(s, worker, self.local_aborted(decode)))
-        memory = with_tags(decode.memory, decode.step, (GARBAGE,) * len(decode.step))
+        memory = with_tags(decode.memory, decode.step, (self.garbage,) * len(decode.step))
         pool, _ = self.machines.apply(decode.pool, do.drop, do.LOCAL)
         done = decode._replace(pool=pool, memory=memory, step=None, step_aborted=False)
         yield Step(("local step collected on", worker), with_decode(s, worker, self.cleared(done)), sure=True)

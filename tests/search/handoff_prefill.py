@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pdserve.core.block_hash import BlockHash, block_hashes
 from pdserve.core.block_pools import BlockPools
@@ -21,6 +22,8 @@ class PrefillSide:
     table_type: type[LeaseTable] = LeaseTable
     pool_type: type[BlockPool] = BlockPool
     pools_type: type[BlockPools] = BlockPools
+    garbage: Any = GARBAGE
+    """What lies in a block that has no content. `handoff_ranks` has content of another type."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -52,7 +55,7 @@ class PrefillSide:
 
     def new_memory(self, pools: BlockPools, cached: Tables, *, summed: bool) -> tuple[int, tuple[int, ...]]:
         """The pools and their memory. The full blocks of the first prompt lie there if `cached` has the tags of its groups."""
-        memory = (GARBAGE,) * sum(pool.num_blocks for pool in pools.groups)
+        memory = (self.garbage,) * sum(pool.num_blocks for pool in pools.groups)
         if cached:
             full = [tags[: len(self.hashes[0])] for tags in cached]
             sums = [tuple(map(self.sum_of, tags)) for tags in zip(*full, strict=True)] if summed else []
@@ -107,11 +110,7 @@ class PrefillSide:
 
     def prefill_events(self, s: State) -> Iterator[Step]:
         p = s.prefill
-        if p.step is not None:
-            yield Step(("collect", *p.step), self.collect(s), sure=True)
-        elif not self.config.stalled:
-            for sequence in p.sequences:
-                yield Step(("launch", sequence.number, "block", sequence.computed), self.launch(s, sequence), sure=True)
+        yield from self.step_events(s)
         for sequence in p.sequences:
             if not sequence.aborted:
                 yield Step(("preempt", sequence.number), s._replace(prefill=self.released(p, sequence.lease)))
@@ -123,6 +122,14 @@ class PrefillSide:
         if s.used.prefill_restarts < self.config.prefill_restarts:
             used = s.used._replace(prefill_restarts=s.used.prefill_restarts + 1)
             yield Step(("restart", "prefill"), s._replace(prefill=self.new_prefill(used.prefill_restarts), used=used))
+
+    def step_events(self, s: State) -> Iterator[Step]:
+        p = s.prefill
+        if p.step is not None:
+            yield Step(("collect", *p.step), self.collect(s), sure=True)
+        elif not self.config.stalled:
+            for sequence in p.sequences:
+                yield Step(("launch", sequence.number, "block", sequence.computed), self.launch(s, sequence), sure=True)
 
     def lease_events(self, s: State) -> Iterator[Step]:
         p = s.prefill
@@ -141,9 +148,9 @@ class PrefillSide:
         blocks = tuple(table[at] for table in sequence.blocks)
         tags = tuple(tags[at] for tags in self.tags[sequence.request])
         if not self.sees(s.prefill.memory, sequence.blocks, self.tags[sequence.request], at * BLOCK_SIZE):
-            tags = (GARBAGE,) * len(blocks)
+            tags = (self.garbage,) * len(blocks)
         launched = Launched(sequence.number, at, blocks, tags)
-        memory = with_tags(s.prefill.memory, blocks, (GARBAGE,) * len(blocks))
+        memory = with_tags(s.prefill.memory, blocks, (self.garbage,) * len(blocks))
         return s._replace(prefill=s.prefill._replace(step=launched, memory=memory))
 
     def filled(self, s: State, sequence: Computing) -> tuple[State, Computing]:
@@ -157,7 +164,7 @@ class PrefillSide:
         """The step has written its blocks; only now does anybody learn of it, and only now is an aborted sequence freed."""
         p, step = s.prefill, s.prefill.step
         assert step is not None
-        p = p._replace(step=None, memory=with_tags(p.memory, step.blocks, step.tags))
+        p = p._replace(step=None, memory=self.written(p, step))
         sequence = next(seq for seq in p.sequences if seq.number == step.number)
         if sequence.aborted:
             return s._replace(prefill=self.forgotten(p, sequence))
@@ -171,6 +178,10 @@ class PrefillSide:
         if moved.computed == self.totals[moved.request]:
             p = self.forgotten(p, moved)
         return self.pushed(s._replace(prefill=self.advanced(p, moved)), moved)
+
+    def written(self, prefill: Prefill, step: Launched) -> tuple[int, ...]:
+        """The memory after the step."""
+        return with_tags(prefill.memory, step.blocks, step.tags)
 
     def freed_behind(self, prefill: Prefill, sequence: Computing) -> tuple[Prefill, Computing]:
         """The blocks that the rest of the prompt does not see go back, while the lease keeps its own references."""
@@ -230,7 +241,7 @@ class PrefillSide:
         if s.used.rots < self.config.rots:
             used = s.used._replace(rots=s.used.rots + 1)
             for block, _ in self.machines.ask(s.prefill.pool, do.summed):
-                p = s.prefill._replace(memory=with_tag(s.prefill.memory, block, GARBAGE))
+                p = s.prefill._replace(memory=with_tag(s.prefill.memory, block, self.garbage))
                 yield Step(("rot", block), s._replace(prefill=p, used=used))
 
     # --- ends
@@ -270,7 +281,7 @@ class PrefillSide:
 
     def blanked(self, pool: int, memory: tuple[int, ...]) -> tuple[int, ...]:
         gone = self.machines.ask(pool, do.meaningless)
-        return tuple(GARBAGE if block in gone else tag for block, tag in enumerate(memory))
+        return tuple(self.garbage if block in gone else tag for block, tag in enumerate(memory))
 
 
 def with_tags(memory: tuple[int, ...], blocks: tuple[int, ...], tags: tuple[int, ...]) -> tuple[int, ...]:

@@ -56,12 +56,18 @@ class Config:
     """Workers that drain and begin a new life, in the same role or in the other one."""
     flip_ways: tuple[str, ...] = ()
     """The other roles that they may take, see `handoff_flip`."""
+    ranks: tuple[int, int] | None = None
+    """The ranks of prefill and of each decode worker, each with memory of its own, see `handoff_ranks`. None: no worker has
+    ranks. A block has two heads if there are any."""
+    adrifts: int = 0
+    """Routes of reads that are lost sight of, and may write for ever."""
 
     @property
     def layouts(self) -> tuple[KvGroup, ...]:
-        """The layout of each group. Only its block size and its window matter here."""
+        """The layout of each group. Only its block size, its window and its heads matter here."""
         windows = (*self.windows, *(None,) * len(self.more_blocks))[: len(self.more_blocks)]
-        return tuple(KvGroup((0,), ((1, 1),), BLOCK_SIZE, "float32", window) for window in windows)
+        heads = 2 if self.ranks else 1
+        return tuple(KvGroup((0,), ((heads, 1),), BLOCK_SIZE, "float32", window) for window in windows)
 
     def pool_sizes(self, blocks: int) -> tuple[int, ...]:
         """The blocks of each group of a worker."""
@@ -92,12 +98,13 @@ class Computing(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step that may write its block of each group until it is collected."""
+    """A step that may write its block of each group until it is collected. `unwritten`: the ranks that have still to write."""
 
     number: int
     position: int
     blocks: tuple[int, ...]
     tags: tuple[int, ...]
+    unwritten: tuple[int, ...] = ()
 
 
 class Prefill(NamedTuple):
@@ -110,16 +117,30 @@ class Prefill(NamedTuple):
     phase: Phase = Phase.SERVES
     late: tuple[int, ...] = ()
     """The blocks that reads of an earlier life may still write."""
+    lost: int | None = None
+    """The rank that has died, until the worker ends with it."""
+
+
+class RouteState(Enum):
+    """What has become of a read between two ranks. One that has no pairs left has arrived."""
+
+    __hash__ = object.__hash__
+
+    GOING = 0
+    FAILED = 1
+    ADRIFT = 2
 
 
 class Read(NamedTuple):
-    """A posted read: each (remote, local) block of any group still to be copied, at whatever moment."""
+    """A posted read: each (remote, local) block of any group still to be copied, at whatever moment. Where ranks have memory of
+    their own, a pair also has its route."""
 
     number: int
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, ...], ...]
     failed: bool = False
     blocks: Tables = ()
     """All local ones of each group, in order: what is summed when it is done."""
+    routes: tuple[RouteState, ...] = ()
 
 
 class Bind(NamedTuple):
@@ -147,6 +168,8 @@ class Decode(NamedTuple):
     phase: Phase = Phase.SERVES
     before: int = 0
     """The binds before this life, which numbers its own from 1 on."""
+    loose: tuple[tuple[int, int], ...] = ()
+    """Each (bind, block) that may still be written by a read that counts as over. There is none, unless a rule is broken."""
 
 
 class Ticket(NamedTuple):
@@ -179,6 +202,7 @@ class Used(NamedTuple):
     rots: int = 0
     flips: int = 0
     role_flips: int = 0
+    adrifts: int = 0
 
 
 class State(NamedTuple):

@@ -149,14 +149,14 @@ def a_renewal_revives_a_lease(patch: pytest.MonkeyPatch) -> None:
     """Rule 2: nothing revives a lease that left HELD."""
     real = LeaseTable.renew
 
-    def renew(self: Any, lease_id: Any, *, now_s: float) -> Any:
+    def renew(self: Any, lease_id: Any, *args: Any, now_s: float) -> Any:
         ended = self._ended.get(lease_id)
         if ended is not None and ended.state is not LeaseState.COMMITTED:
             del self._ended[lease_id]
             ended.state, ended.expires_s = LeaseState.HELD, now_s + self.ttl_s
             self._held[lease_id] = ended
             self._earliest_s = min(self._earliest_s, ended.expires_s)
-        return real(self, lease_id, now_s=now_s)
+        return real(self, lease_id, *args, now_s=now_s)
 
     patch.setattr(LeaseTable, "renew", renew)
 
@@ -165,8 +165,8 @@ def a_lease_ends_with_its_computation(patch: pytest.MonkeyPatch) -> None:
     """Rule 5: the lease's own references keep the blocks; here they go with the sequence's."""
     real = Scheduler._forget
 
-    def forget(self: Any, seq: Any) -> None:
-        real(self, seq)
+    def forget(self: Any, seq: Any, *args: Any) -> None:
+        real(self, seq, *args)
         self._pool.drop(Holder(HolderKind.LEASE, seq.seq_id))
 
     patch.setattr(Scheduler, "_forget", forget)

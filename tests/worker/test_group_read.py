@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.api import Region, RemoteRegion
+from kvtransfer.api import AnyRegion, Region
 from kvtransfer.pull import read_groups
 from kvtransfer.thread import BlockRead
 from pdserve.config import LeaseConfig
@@ -28,10 +28,10 @@ class Source:
     group: int
     refuses: bool = False
     reads: list[BlockRead] = field(default_factory=list)
-    asked: list[tuple[RemoteRegion, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    asked: list[tuple[AnyRegion, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
     def read(
-        self, peer: Incarnation, region: RemoteRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int],
+        self, peer: Incarnation, region: AnyRegion, remote_blocks: Sequence[int], local_blocks: Sequence[int],
         *, deadline_s: float,
     ) -> BlockRead:  # fmt: skip
         if self.refuses:

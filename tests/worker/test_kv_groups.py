@@ -18,20 +18,21 @@ from kvtransfer import pull as pulls
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
 from kvtransfer.lease_client import Committed, FollowedLease
 from kvtransfer.pull import Pull
+from kvtransfer.routed import RoutedTransport
 from kvtransfer.staging import Staging
 from kvtransfer.thread import PoolSource, TransferThread
 from kvtransfer.ticket import Ticket
 from pdserve.config import LeaseConfig
 from pdserve.core.block_hash import prompt_hash
+from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import KvCorrupt, LeaseGone, TransferFailed
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation, LeaseId, ReaderId, SeqId
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from pdserve.core.lease import FirstToken, LeaseTable, LeaseView
 from pdserve.core.reader import Reader, SendCommit
-from pdserve.engine.block_sums import BlockSums
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
-from pdserve.worker.own_engine import StagedKv, region_of
+from pdserve.worker.kv_memory import WorkerKv
 
 SIZE = 4
 SPEC = KvSpec((KvGroup((0, 2), ((2, 16), (2, 16)), SIZE, "float32"), KvGroup((1,), ((1, 40),), SIZE, "bfloat16")))
@@ -119,23 +120,25 @@ async def world(
     ]
     fabric, theirs = FakeFabric(), pool_of(spec, seed=1)
     ours = pool_of(KvSpec((spec.groups[0], replace(spec.groups[1], dtype=second))), seed=None)
-    lent, regions = tuple(map(region_of, theirs.caches)), tuple(map(region_of, ours.caches))
-    metadata = FakeTransport(fabric, LENDER, lent).metadata()
+    lender, reader = WorkerKv(theirs), WorkerKv(ours)
+    metadata = RoutedTransport({0: FakeTransport(fabric, LENDER, lender.regions_of(0))}).metadata()
 
-    def sums_of(cache_sums: BlockSums) -> Callable[[Sequence[int]], tuple[BlockSum, ...]]:
+    def sums_of(group: int) -> SumBlocks:
+        of_group = reader.sums_of(group, beside=True)
+
         def sums(block_ids: Sequence[int], /) -> tuple[BlockSum, ...]:
             damage(ours)
-            return cache_sums(block_ids)
+            return of_group(block_ids)
 
         return sums
 
     thread = TransferThread(
-        lambda: FakeTransport(fabric, READER, regions),
-        sum_blocks={region: sums_of(BlockSums(cache.blocks)) for region, cache in zip(regions, ours.caches, strict=True)},
+        lambda: RoutedTransport({0: FakeTransport(fabric, READER, reader.regions_of(0))}),
+        sum_blocks={region: sums_of(group) for group, region in enumerate(reader.regions)},
     )
-    staging = Staging(thread, lambda layout, count: StagedKv(layout, count, ours.caches[1]), num_blocks=4, chunk_blocks=2)
+    staging = Staging(thread, reader.stage, num_blocks=4, chunk_blocks=2)
     link = Link()
-    sealed = tuple(BlockSums(cache.blocks)(table) for cache, table in zip(theirs.caches, THEIRS, strict=True))
+    sealed = tuple(lender.sums_of(group, beside=False)(table) for group, table in enumerate(THEIRS))
     lease_id = link.table.grant(SeqId(1), their_tables, PROMPT_LEN, sums=((), ()), now_s=0)
     link.table.seal(lease_id, 0, sealed, now_s=0)
     ticket = Ticket(
@@ -143,7 +146,7 @@ async def world(
         lease_counter=lease_id.counter,
         peer_address="host:1",
         kv_spec=spec,
-        regions=lent,
+        regions=lender.regions,
         block_tables=their_tables,
         prompt_len=PROMPT_LEN,
         prompt_hash=prompt_hash(b"", ""),
@@ -156,7 +159,7 @@ async def world(
         await thread.start()
         await thread.connect(LENDER, metadata)
         sources = [
-            PoolSource(thread, regions[group]) if theirs_ == ours_ else staging.source_for(ticket, group)
+            PoolSource(thread, reader.regions[group]) if theirs_ == ours_ else staging.source_for(ticket, group)
             for group, (theirs_, ours_) in enumerate(zip(ticket.kv_spec.groups, ours.spec.groups, strict=True))
         ]
         pull = Pull(lease, ticket, our_tables, ReaderId(READER, 1), sources, LeaseConfig())

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from decode_worker.role import DecodeRole
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion, Region
 from pdserve.config import WorkerConfig
 from pdserve.core.ids import BlockId, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec, Shortage
@@ -58,7 +58,7 @@ def bench(make_role: Callable[[Host], HostedRole]) -> Bench:
         config=WorkerConfig("w", "router:1"),
         card=CARD,
         kv_spec=KvSpec((LAYOUT,)),
-        regions=(Region(1 << 20, 16, LAYOUT.block_bytes),),
+        regions=(KvRegion.of(LAYOUT, Region(1 << 20, 16, LAYOUT.block_bytes)),),
         tokenizer=TOKENIZER,
         max_model_len=MAX_MODEL_LEN,
         incarnation=Incarnation(7),

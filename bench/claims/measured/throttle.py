@@ -52,7 +52,7 @@ class ThrottledTransport(CmaTransport):
         began_s = time.monotonic()
         super().post_read(peer, region, remote_blocks, local_blocks, into)
         rate = float(self._rate_file.read_text(encoding="ascii"))
-        carried_s = len(remote_blocks) * region.block_bytes / rate if rate else 0.0
+        carried_s = len(remote_blocks) * sum(region.lengths) / rate if rate else 0.0
         self._free_s = max(began_s, self._free_s) + carried_s
         return _Slow(peer, len(local_blocks), self._free_s)
 

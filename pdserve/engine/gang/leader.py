@@ -9,11 +9,14 @@ import pickle
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +28,9 @@ from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError, ReplicaLost
 from pdserve.core.kv_layout import ceil_div
 from pdserve.engine.gang import meeting, memory
+from pdserve.engine.gang.line import RankLine
 from pdserve.engine.gang.memory import SharedMemory, gang_layout
-from pdserve.engine.gang.rank import LOAD_S, RankModel, RankOrder, memory_bytes, model_of
+from pdserve.engine.gang.rank import LOAD_S, RankModel, RankOrder, RankService, memory_bytes, model_of
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.models.weights import WeightSource
 from pdserve.killable_child import environment
@@ -48,9 +52,12 @@ class Gang:
     cannot load, the gang is lost: a step that runs fails, and `on_lost` is called.
     """
 
-    def __init__(self, on_lost: OnLost) -> None:
-        """`on_lost` is called at most once, in the thread that watches."""
+    def __init__(self, on_lost: OnLost, service: RankService | None = None) -> None:
+        """`on_lost` is called at most once, in the thread that watches. service: what ranks with memory of their own serve."""
         self._on_lost = on_lost
+        self._service = service
+        self._lines: list[dict[int, RankLine]] = []
+        self._far_ends: list[Connection] = []
         self._kv: list[SharedMemory] = []
         self._ranks: list[_Rank] = []
         self._changed = threading.Condition()
@@ -60,6 +67,7 @@ class Gang:
         self._wake, self._waker = os.pipe()
         self._thread: threading.Thread | None = None
         self._order: RankOrder | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._lose: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
@@ -73,12 +81,24 @@ class Gang:
         self._kv.append(SharedMemory(nbytes))
         return self._kv[-1].bytes
 
+    def lines(self, number: int) -> dict[int, RankLine]:
+        """Return one of the lines of each other rank. There are none where all ranks share the KV pool."""
+        return self._lines[number] if self._lines else {}
+
     def start(
-        self, directory: Path, card: ModelCard, config: EngineConfig, max_model_len: int, kv_bytes: int, *, compiled: bool
+        self,
+        directory: Path,
+        card: ModelCard,
+        config: EngineConfig,
+        max_model_len: int,
+        kv_bytes: int,
+        *,
+        compiled: bool,
+        device: str = "cpu",
     ) -> None:
         """Start the other ranks, which load their shares while rank 0 loads its own. Raises `ConfigError`.
 
-        compiled: compiled code computes the steps. Otherwise torch does.
+        compiled: compiled code computes the steps. Otherwise torch does, on devices of this type.
         """
         order = RankOrder(
             directory, card, config, 0, max_model_len, kv_bytes, tuple(kv.descriptor for kv in self._kv), 0, None, shown_name()
@@ -94,12 +114,19 @@ class Gang:
             self._meeting = SharedMemory(memory_bytes(order))
             self._lose = partial(memory.lose, memory.place_of(layout, order.share, self._meeting))
         else:
+            if config.collective(device) != "shared_memory":
+                self._folder = tempfile.TemporaryDirectory(prefix="pdserve-gang-")  # no other user may look into it
+                order = replace(order, folder=Path(self._folder.name))
             self._meeting = SharedMemory(memory_bytes(order))
             self._lose = partial(meeting.lose, self._meeting)
         self._order = order = replace(order, meeting=self._meeting.descriptor)
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
         orders = [
-            replace(order, number=number, title=f"{order.title} rank {number}") for number in range(1, config.degrees.ranks)
+            replace(order, number=number, title=f"{order.title} rank {number}", gpu=number % gpus if gpus else None)
+            for number in range(1, config.degrees.ranks)
         ]
+        if self._service is not None and not self._kv:
+            orders = [self._with_lines(order, self._service) for order in orders]
         self._expected = len(orders)
         self._thread = threading.Thread(target=self._watch, args=(orders,), name="gang", daemon=True)
         self._thread.start()
@@ -136,8 +163,22 @@ class Gang:
         else:
             for kv in self._kv:
                 kv.close_descriptor()
+            for end in self._far_ends:
+                end.close()
+        for of_all in self._lines:
+            for line in of_all.values():
+                line.close()
         os.close(self._wake)
         os.close(self._waker)
+
+    def _with_lines(self, order: RankOrder, service: RankService) -> RankOrder:
+        """Make the lines of a rank, and return its order with their other ends."""
+        self._lines = self._lines or [{} for _ in range(service.lines)]
+        for of_all in self._lines:
+            ours, theirs = Pipe()
+            of_all[order.number] = RankLine(order.number, ours)
+            self._far_ends.append(theirs)
+        return replace(order, service=service.name, lines=tuple(end.fileno() for end in self._far_ends[-service.lines :]))
 
     # Thread of the gang.
 
@@ -157,6 +198,8 @@ class Gang:
         if lost:  # before a step fails, after which the process may end at once
             log.error("the gang is lost: %s", self._error)
         self._lose()
+        if self._folder is not None:
+            self._folder.cleanup()
         if lost and was_ready:
             self._on_lost(ReplicaLost(self._error))
         for rank in self._ranks:
@@ -166,10 +209,12 @@ class Gang:
         shared = (*self._kv, self._meeting)
         try:
             for order in orders:
-                self._ranks.append(_Rank(order, tuple(one.descriptor for one in shared)))
+                self._ranks.append(_Rank(order, (*(one.descriptor for one in shared), *order.lines)))
         finally:
             for one in shared:
                 one.close_descriptor()
+            for end in self._far_ends:
+                end.close()
         for rank, order in zip(self._ranks, orders, strict=True):
             rank.give(order)
 
@@ -196,7 +241,9 @@ class Gang:
                     elif rank.error:
                         return f"rank {rank.number}: {rank.error}"
                 if descriptor == rank.pidfd:
-                    return f"rank {rank.number} of this worker (process {rank.pid}) ended with status {rank.status()}"
+                    # Ranks that wait for it by a collective end at once, with status 0. Name the one that did not.
+                    first = min((one for one in self._ranks if one.ended), key=lambda one: one.status() == 0)
+                    return f"rank {first.number} of this worker (process {first.pid}) ended with status {first.status()}"
 
 
 class _Rank:
@@ -237,6 +284,11 @@ class _Rank:
         message = json.loads(line) if line else {}
         self.error = message.get("error", "")
         return "ready" in message
+
+    @property
+    def ended(self) -> bool:
+        """True when the process has ended."""
+        return self._popen.poll() is not None
 
     def status(self) -> int:
         """Return the exit status of a process that has ended, below zero the number of a signal."""

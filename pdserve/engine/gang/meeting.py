@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import numpy as np
@@ -102,7 +103,7 @@ class Meeting:
             raise ReplicaLost("a rank of this worker has ended, or was not heard of for step_timeout_s")
 
     def gather(self, own: Tensor, columns: range, width: int, timeout_s: float | None) -> Tensor:
-        """Return whole rows [rows, width], as `Ranks.gather` does. Raises `ReplicaLost`."""
+        """Return whole rows [rows, width] of which this rank has own [rows, len(columns)]. Raises `ReplicaLost`."""
         whole = own.new_empty(own.shape[0], width)
         rows = self._places[0].numel() // (width * own.element_size())
         assert rows > 0, "no row is wider than that of logits"
@@ -155,11 +156,11 @@ class MetRanks:
         begin = size + share.stage * of_stage
         self._stage = Meeting(rest[begin : begin + of_stage], lost, share.rank, degrees.tensor)
 
-    def gather(self, own: Tensor, columns: range, width: int) -> Tensor:
-        """Return whole rows [rows, width] of which this rank has own [rows, len(columns)]. Raises `ReplicaLost`."""
+    def gather(self, own: Tensor, columns: Sequence[range]) -> Tensor:
+        """Return whole rows, as `Ranks.gather` does. Raises `ReplicaLost`."""
         if self.share.degrees.tensor == 1:
             return own
-        return self._stage.gather(own, columns, width, self.timeout_s)
+        return self._stage.gather(own, columns[self.share.rank], sum(map(len, columns)), self.timeout_s)
 
     def carry(self, x: Tensor, stage: int) -> Tensor:
         """Return the x [rows, width] of the first rank of a stage. Raises `ReplicaLost`."""
@@ -190,6 +191,11 @@ class MetRanks:
     def end_step(self) -> None:
         """Wait until all ranks have written their KV. Raises `ReplicaLost`."""
         self._gang.meet(self.timeout_s)
+
+    @property
+    def lost(self) -> bool:
+        """True when the gang has ended."""
+        return bool(self._memory.bytes.numpy()[0])
 
     def lose(self) -> None:
         """End the gang."""

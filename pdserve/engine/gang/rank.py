@@ -14,8 +14,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,8 @@ from torch import Tensor
 from pdserve.checkpoint.card import ModelCard, resolve_dtype
 from pdserve.config import EngineConfig
 from pdserve.core.errors import PdserveError, ReplicaLost
-from pdserve.core.shards import RankShare
+from pdserve.core.shards import RankShare, shares_of_rank
+from pdserve.engine.gang.collective import CollectiveRanks
 from pdserve.engine.gang.meeting import MetRanks, RankDecoder, meeting_bytes
 from pdserve.engine.gang.memory import SharedMemory, gang_bytes, place_of
 from pdserve.engine.kv.paged import TORCH_DTYPES
@@ -38,6 +40,7 @@ from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.observe.logs import setup_logging
 from pdserve.observe.title import set_title
+from pdserve.plugins import resolve
 
 PR_SET_PDEATHSIG: Final = 1
 LOAD_S: Final = 600.0
@@ -47,12 +50,22 @@ RankModel = NativeDecoder | RankDecoder
 
 
 @dataclass(frozen=True, slots=True)
+class RankService:
+    """The service of ranks with memory of their own. `name` is `module:function`, a function of as many connections as `lines`
+    and of the rank's `KvPool`."""
+
+    name: str
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankOrder:
-    """The order by which rank 0 starts another rank. `number` is the rank's place in the gang.
+    """The order by which rank 0 starts another rank. `number` is the rank's place in the gang, `gpu` the number of its GPU.
 
     kv, meeting: the descriptors of the memory of each KV group, and of the place where ranks meet. layout: `NativeGang` as
     bytes; None where torch computes. kv_bytes: the bytes of all KV groups. title: the name of the worker, for the list of
-    processes.
+    processes. folder: where ranks find each other that gather by collectives of torch; None: they gather in shared memory.
+    Such ranks have KV pools of their own, and `kv` is empty. lines: the descriptors of the lines that `service` serves then.
     """
 
     directory: Path
@@ -65,6 +78,15 @@ class RankOrder:
     meeting: int
     layout: bytes | None
     title: str
+    gpu: int | None = None
+    folder: Path | None = None
+    lines: tuple[int, ...] = ()
+    service: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the rank computes."""
+        return torch.device("cpu") if self.gpu is None else torch.device("cuda", self.gpu)
 
     @property
     def share(self) -> RankShare:
@@ -98,13 +120,19 @@ def main() -> None:
 def load(order: RankOrder) -> tuple[RankModel, tuple[KvPool, SharedMemory]]:
     """Load the share of a rank. Return it with the memory in which it computes. Raises `ConfigError` or `ReplicaLost`."""
     config, card = order.config, order.card
-    device, dtype = torch.device("cpu"), TORCH_DTYPES[resolve_dtype(config.dtype)]
+    device, dtype = order.device, TORCH_DTYPES[resolve_dtype(config.dtype)]
     torch.set_num_threads(config.threads or 1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     meeting = SharedMemory(memory_bytes(order), order.meeting)
+    kv = pool_of(order, device, dtype)
     with torch.inference_mode():
         weights = stream_weights(order.directory, card, dtype, device, load_format=config.load_format)
-        kv = attached_pool(order, dtype)
-        return model_of(order, weights, kv, meeting), (kv, meeting)
+        model = model_of(order, weights, kv, meeting)
+    if order.service:
+        serve: Callable[[list[Connection], KvPool], None] = resolve(order.service, {}, "the service of ranks")
+        serve([Connection(descriptor) for descriptor in order.lines], kv)
+    return model, (kv, meeting)
 
 
 def memory_bytes(order: RankOrder) -> int:
@@ -121,23 +149,35 @@ def model_of(order: RankOrder, weights: WeightSource, kv: KvPool, meeting: Share
         scheme = COMPILED_SCHEMES[config.quantization]
         place = place_of(library.NativeGang.from_buffer_copy(order.layout), order.share, meeting)
         return NativeDecoder(order.share, weights, kv, order.max_model_len, scheme, place)
-    ranks = MetRanks(order.share, meeting, LOAD_S)
+    ranks = _met(order, kv.device, meeting)
     model = torch_model(weights, kv, config, order.max_model_len, ranks)
     ranks.timeout_s = config.step_timeout_s  # all ranks have met
     return RankDecoder(model, ranks)
 
 
-def attached_pool(order: RankOrder, dtype: torch.dtype) -> KvPool:
-    """Return the KV pool of rank 0, as this process has mapped it."""
-    config = order.config
+def _met(order: RankOrder, device: torch.device, meeting: SharedMemory) -> MetRanks:
+    """Return the ranks of a gang that computes by torch, which may wait for one that still loads."""
+    library = order.config.collective(device.type)
+    if order.folder is None or library not in ("gloo", "nccl"):
+        return MetRanks(order.share, meeting, LOAD_S)
+    most_s = max(LOAD_S, order.config.step_timeout_s)
+    return CollectiveRanks(order.share, meeting, most_s, library=library, folder=order.folder, device=device)
+
+
+def pool_of(order: RankOrder, device: torch.device, dtype: torch.dtype) -> KvPool:
+    """Return the KV pool of a rank: that of rank 0, as this process has mapped it, or one of its own."""
+    config, spec = order.config, order.card.spec
+    kv = order.card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
+    most = [group.most_useful(*config.largest_limits(device.type)) for group in kv.groups]
+    if not order.kv:
+        shares = shares_of_rank(spec, config.degrees, kv, order.number)
+        return KvPool(kv, order.kv_bytes, device, dtype, most=most, shares=shares)
     descriptors: Iterator[int] = iter(order.kv)
-    spec = order.card.kv_layout(config.block_size, config.dtype, config.kv_cache_dtype)
-    most = [group.most_useful(*config.largest_limits("cpu")) for group in spec.groups]
 
     def attach(nbytes: int, device: torch.device) -> Tensor:
         return SharedMemory(nbytes, next(descriptors)).bytes
 
-    return KvPool(spec, order.kv_bytes, torch.device("cpu"), dtype, most=most, allocate=attach)
+    return KvPool(kv, order.kv_bytes, device, dtype, most=most, allocate=attach)
 
 
 def _tell(message: dict[str, str]) -> None:

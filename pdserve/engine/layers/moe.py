@@ -197,10 +197,10 @@ class MoeMlp:
         # Each rank first computes its experts, at the same time as the others, and then they take turns.
         own = [self._product(expert, normed[places[start:end]]) for expert, start, end in pieces if expert in self._own]
         rest, hidden = iter(own), normed.shape[1]
+        experts = [one.experts(self._spec) for one in self._ranks.share.of_stage]
         for expert, start, end in pieces:
-            mine = expert in self._own
-            product = next(rest) if mine else normed.new_empty(end - start, 0)
-            yield self._ranks.gather(product, range(hidden if mine else 0), hidden)
+            product = next(rest) if expert in self._own else normed.new_empty(end - start, 0)
+            yield self._ranks.gather(product, [range(hidden if expert in held else 0) for held in experts])
 
     def _product(self, expert: int, gathered: Tensor) -> Tensor:
         """Return the result of an expert for gathered rows. They are padded with zeros, which are dropped afterwards."""

@@ -11,6 +11,7 @@ shape is tried when it is laid out, since another machine may have other product
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -34,8 +35,11 @@ class Ranks(Protocol):
     def share(self) -> RankShare:
         """The share of the model that this rank has."""
 
-    def gather(self, own: Tensor, columns: range, width: int) -> Tensor:
-        """Return whole rows [rows, width] of which this rank has own [rows, len(columns)]. Each rank of the stage calls it."""
+    def gather(self, own: Tensor, columns: Sequence[range]) -> Tensor:
+        """Return whole rows of which this rank has some columns: own [rows, its columns]. Each rank of the stage calls it.
+
+        columns: those of each rank of the stage, in order. Together they are all columns, each of them once.
+        """
 
     def carry(self, x: Tensor, stage: int) -> Tensor:
         """Return the x [rows, width] of the ranks of a stage. All ranks call it, with an x of the same shape and dtype."""
@@ -50,7 +54,7 @@ class Alone:
 
     share: RankShare
 
-    def gather(self, own: Tensor, columns: range, width: int) -> Tensor:
+    def gather(self, own: Tensor, columns: Sequence[range]) -> Tensor:
         """Return `own`, which has all columns."""
         return own
 
@@ -69,17 +73,16 @@ class ColumnLinear:
     def __init__(self, scheme: Scheme, ranks: Ranks, weight: Tensor, bias: Tensor | None = None) -> None:
         """Lay out the rank's rows of weight [out_features, in_features] and of bias [out_features]."""
         self._ranks = ranks
-        self._width = weight.shape[0]
-        self._columns = ranks.share.columns_of(self._width)
+        self._columns = [one.columns_of(weight.shape[0]) for one in ranks.share.of_stage]
         self._own: Linear | None = None
-        if self._columns:
-            rows = slice(self._columns.start, self._columns.stop)
+        if columns := self._columns[ranks.share.rank]:
+            rows = slice(columns.start, columns.stop)
             self._own = Linear(scheme, weight[rows].clone(), None if bias is None else bias[rows].clone())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product of x [rows, in_features], contiguous: [rows, out_features] of the same dtype and device."""
         own = x.new_empty(x.shape[0], 0) if self._own is None else self._own(x)
-        return self._ranks.gather(own, self._columns, self._width)
+        return self._ranks.gather(own, self._columns)
 
 
 class LinearByColumns:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 import torch
+from torch.distributed import is_nccl_available
 
 from pdserve.config import EngineConfig
 from pdserve.core.errors import ConfigError
@@ -62,9 +63,12 @@ def torch_model(weights: WeightSource, kv: KvPool, config: EngineConfig, max_pos
     if lacking is not None:
         raise ConfigError(f"the model has {lacking}, which no engine here computes")
     heads = [ranks.share.whole_heads(spec.layers[layers[0]].attention) for layers in spec.kv_groups]
-    # A rank without a head of a group reads and writes nothing there.
-    caches = tuple(cache.of_heads(own) if own else cache for cache, own in zip(kv.caches, heads, strict=True))
+    caches = kv.caches
+    if kv.whole:
+        # A rank without a head of a group reads and writes nothing there.
+        caches = tuple(cache.of_heads(own) if own else cache for cache, own in zip(caches, heads, strict=True))
     backend = _backend(ranks, caches, invariant=bool(config.batch_invariant))
+    backend = replace(backend, skipped=tuple(share.layers.start if share else 0 for share in kv.shares))
     model = Decoder(ranks, weights, backend, max_positions)
     hidden = _recorded(model, backend, caches, max_positions, config.largest_limits("cuda").max_num_seqs) or model.hidden
     return BatchedDecoder(model, hidden, caches, backend)
@@ -76,6 +80,13 @@ def check_ranks(spec: ModelSpec, kv: KvPool, config: EngineConfig) -> None:
     if platform.machine() != "x86_64":
         raise ConfigError(f"{degrees}: ranks meet by the rules of x86-64 processors, and this is {platform.machine()}")
     degrees.check(spec, equal=False)
+    device, collective = kv.device.type, config.collective(kv.device.type)
+    if collective == "nccl" and (device != "cuda" or not is_nccl_available()):
+        raise ConfigError(f"rank_collective nccl: NCCL and CUDA are needed, and the device is {device}: leave it out")
+    if collective == "shared_memory" and device == "cuda":
+        raise ConfigError(
+            "rank_collective shared_memory: rows in the memory of GPUs are gathered by nccl or gloo: leave it out"
+        )
     if config.batch_invariant or degrees.tensor == 1:
         return
     if _by_triton(spec, kv.caches):
@@ -91,6 +102,23 @@ def check_ranks(spec: ModelSpec, kv: KvPool, config: EngineConfig) -> None:
         raise ConfigError(f"{degrees} by torch with threads {threads}: {advice}, or threads 1")
     if any(one.softcap is not None for layer in spec.layers if isinstance(one := layer.attention, AttentionSpec)):
         raise ConfigError(f"{degrees} by torch with a softcap of scores: {advice}")
+
+
+def check_gpus(config: EngineConfig, count: int) -> None:
+    """Raise `ConfigError` when there are fewer GPUs than ranks. Ranks that gather by gloo may share GPUs."""
+    if config.ranks > count and config.rank_collective != "gloo":
+        raise ConfigError(
+            f"{config.gang}, and this process sees {count} GPU{'s' if count != 1 else ''}: NCCL needs one for each rank"
+        )
+
+
+def check_compiled_ranks(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise `ConfigError` for what the ranks of a gang do not compute by compiled code."""
+    config.degrees.check(spec)
+    if (collective := config.collective("cpu")) != "shared_memory":
+        raise ConfigError(
+            f"rank_collective {collective}: ranks of compiled steps add up in shared memory: leave it out, or set dtype float32"
+        )
 
 
 def _by_triton(spec: ModelSpec, caches: tuple[KvCache, ...]) -> bool:

@@ -48,7 +48,8 @@ class Backend:
     """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton.
 
     attention, ops: one for each KV group; attention is None where a rank computes no head of the group. softcap: bounds logits.
-    name: what computes attention and operations.
+    name: what computes attention and operations. skipped: the layers of each KV group that lie before those of the rank's
+    memory; empty: none do.
     """
 
     rows: Rows
@@ -56,6 +57,7 @@ class Backend:
     ops: tuple[Ops, ...]
     softcap: Softcap
     name: str = "torch"
+    skipped: tuple[int, ...] = ()
 
 
 class Layer:
@@ -65,11 +67,11 @@ class Layer:
         self, spec: LayerSpec, weights: LayerWeights, next_norm: Norm, ops: Ops, linear: LinearFor, rows: Rows, ranks: Ranks
     ) -> None:
         """Lay out the weights."""
-        heads = ranks.share.whole_heads(spec.attention)
-        self.attention = _attention_part(spec, weights, ops, linear, heads)
+        self.attention = _attention_part(spec, weights, ops, linear, ranks.share.whole_heads(spec.attention))
         each = self.attention.attended_width // spec.attention.kv_heads
-        self.attended = range(heads.start * each, heads.stop * each)
-        """The columns of attention's result that this rank computes."""
+        heads = [one.whole_heads(spec.attention) for one in ranks.share.of_stage]
+        self.attended = [range(own.start * each, own.stop * each) for own in heads]
+        """The columns of attention's result that each rank of the stage computes."""
         self.mlp = _mlp_part(spec, weights, ops, linear, rows, ranks)
         self._ops = ops
         self._mlp_norm = Norm.of(spec.norms, weights.mlp_norm)
@@ -147,7 +149,7 @@ def _mlp_part(
     one, share, shared, by_expert = DenseSpec(mlp.intermediate, mlp.activation), ranks.share, None, None
 
     def gather(columns: Tensor, width: int) -> Tensor:
-        return ranks.gather(columns, share.columns_of(width), width)
+        return ranks.gather(columns, [one.columns_of(width) for one in share.of_stage])
 
     grouped, experts = ops.grouped(mlp, own.gate_up, own.down, share, gather), []
     if grouped is None:
@@ -163,7 +165,7 @@ def _mlp_part(
 
 
 class LayerPlace(NamedTuple):
-    """A layer with the number of its KV group, its place within the group, and the number of its table of rotations."""
+    """A layer with the number of its KV group, its place in the group's memory, and the number of its table of rotations."""
 
     layer: Layer
     group: int
@@ -186,25 +188,28 @@ class Decoder:
         self._ranks = ranks
         self._backend = backend
         device, self._dtype = weights.embedding.device, weights.embedding.dtype
-        self._embedding, self._embedded = weights.embedding, range(spec.hidden_size)
+        self._embedding = weights.embedding
+        self._embedded = [one.columns_of(spec.hidden_size) for one in share.of_stage]
         if share.degrees.ranks > 1:
-            self._embedded = share.columns_of(spec.hidden_size) if share.stage == 0 else range(0)
-            self._embedding = weights.embedding[:, self._embedded.start : self._embedded.stop].contiguous()
+            own = self._embedded[share.rank] if share.stage == 0 else range(0)
+            self._embedding = weights.embedding[:, own.start : own.stop].contiguous()
         self._first_norm = Norm.of(spec.layers[0].norms, weights.attention_norm(0))
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._dtype).item()
         linear = linear_for(scheme_for(device, self._dtype), ranks)
-        own = [spec.layers[number] for number in share.layers]
-        ropes = {rope_key(layer.attention): None for layer in own}
+        layers = [spec.layers[number] for number in share.layers]
+        ropes = {rope_key(layer.attention): None for layer in layers}
         self._tables = [rope_table(*key, max_positions, device) for key in ropes]
         numbers = {key: number for number, key in enumerate(ropes)}
         self._layers = []
-        for number, layer in zip(share.layers, own, strict=True):
-            place = spec.places[number]
+        for number, layer in zip(share.layers, layers, strict=True):
+            group, at = spec.places[number]
+            if backend.skipped:
+                at -= backend.skipped[group]
             made = Layer(
-                layer, weights.layers[number], _norm_after(spec, weights, number), backend.ops[place[0]], linear, backend.rows,
+                layer, weights.layers[number], _norm_after(spec, weights, number), backend.ops[group], linear, backend.rows,
                 ranks,
             )  # fmt: skip
-            self._layers.append(LayerPlace(made, *place, numbers[rope_key(layer.attention)]))
+            self._layers.append(LayerPlace(made, group, at, numbers[rope_key(layer.attention)]))
         self._last = share.layers.stop == len(spec.layers)
         self._head = linear(weights.head) if self._last else None
         backend.rows.settle(self._samples())
@@ -230,7 +235,8 @@ class Decoder:
         if share.stage == 0:
             x, normed = rows.apply(self._embed, batch.token_ids)
         else:
-            x, normed = torch.empty(2, len(batch.token_ids), self._spec.hidden_size, dtype=self._dtype).unbind()
+            empty = self._embedding.new_empty(2, len(batch.token_ids), self._spec.hidden_size)
+            x, normed = empty.unbind()
         for stage in range(share.degrees.pipeline):
             if stage == share.stage:
                 x, normed = self._compute_layers(x, normed, batch, prepared)
@@ -249,7 +255,7 @@ class Decoder:
             else:
                 query = layer.attention.write(at, projected, table_rows[rope], batch.slots[group])
                 own = attention.run(prepared[group], at, query).flatten(1)
-            attended = self._ranks.gather(own, layer.attended, layer.attention.attended_width)
+            attended = self._ranks.gather(own, layer.attended)
             x, normed = layer.finish(rows, x, _pad_rows(attended, x.shape[0]), batch)
         return x, normed
 
@@ -257,7 +263,7 @@ class Decoder:
         """Return the logits [rows, vocab] float32 of hidden [rows, hidden], which are any rows of the result of `hidden`."""
         count, last_stage = hidden.shape[0], self._ranks.share.degrees.pipeline - 1
         if not self._last:
-            return self._ranks.carry(torch.empty(count, self._spec.vocab_size), last_stage)
+            return self._ranks.carry(hidden.new_empty(count, self._spec.vocab_size, dtype=torch.float32), last_stage)
         padded = _pad_rows(hidden, self._backend.rows.padded(count))
         (logits,) = self._backend.rows.apply(self._project, padded)
         wide = logits[:count].float()
@@ -291,7 +297,7 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         own = F.embedding(token_ids, self._embedding)
-        x = self._ranks.gather(own, self._embedded, self._spec.hidden_size)
+        x = self._ranks.gather(own, self._embedded)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         return x, self._backend.ops[0].norm(x, *self._first_norm)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion, Region
 from kvtransfer.backends.engine import EngineTransport
 from kvtransfer.thread import TransferThread
 from pdserve.checkpoint.card import ModelCard
@@ -187,7 +187,9 @@ class VllmEngine(WorkerEngine):
 
     def _measure(self, facts: ServerFacts) -> None:
         """Note the size of the KV pool. A server that starts again on a GPU may find another size."""
-        self.regions = tuple(Region(0, facts.num_blocks, group.block_bytes) for group in self.kv_spec.groups)
+        self.regions = tuple(
+            KvRegion.of(group, Region(0, facts.num_blocks, group.block_bytes)) for group in self.kv_spec.groups
+        )
         self.memory = MemoryReport(
             kv_bytes=facts.num_blocks * self.kv_spec.block_bytes,
             num_blocks=facts.num_blocks,

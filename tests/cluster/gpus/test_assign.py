@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.cluster.gpus import assigned, gpus_here, gpus_of, workers_of_a_gpu
 from pdserve.cluster.nodes import Node
 from pdserve.cluster.plan import WorkerPlan, flip_obstacle, plan_workers
-from pdserve.config import ClusterConfig, EngineConfig, PoolConfig
+from pdserve.config import MIB, ClusterConfig, EngineConfig, PoolConfig
 from pdserve.core.errors import ConfigError
 from pdserve.engine.runner import device_of
 
@@ -113,12 +113,16 @@ def test_settings_that_contradict_each_other_are_errors(changed: dict[str, objec
         ClusterConfig(**changed)  # type: ignore[arg-type]
 
 
-def test_gangs_are_refused_where_there_are_gpus_and_compute_where_these_are_left_out() -> None:
+def test_gangs_on_gpus_say_how_large_their_pool_is_and_compute_on_cpus_where_gpus_are_left_out() -> None:
     config = dataclasses.replace(config_of(), decode=PoolConfig(engine={"tensor_parallel_size": 2}))
     with pytest.raises(
-        ConfigError, match=r"^decode\.engine\.device is auto, there are GPUs, .* are 2 ranks: gangs compute on CPUs"
+        ConfigError, match=r"^decode\.engine\.device is auto, there are GPUs, and .* are 2 ranks, .*: set kv_cache_memory"
     ):
-        assigned(config, 1)
+        assigned(config, 3)
+    sized = dataclasses.replace(config, decode=PoolConfig(engine={"tensor_parallel_size": 2, "kv_cache_memory": MIB}))
+    assert [one.num_gpus for one in planned(sized, 3)] == [1, 2]
+    with pytest.raises(ConfigError, match="ask for 3 GPUs"):
+        assigned(sized, 2)
     assert [one.ranks for one in planned(config, 0)] == [1, 2]
     assert [one.config.engine.device for one in planned(dataclasses.replace(config, gpus=0), 1)] == ["cpu", "cpu"]
     other = dataclasses.replace(config, prefill=PoolConfig(num_gpus=1))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import stat
+import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 from pdserve.checkpoint.card import ModelCard
-from pdserve.config import MIB, EngineConfig
+from pdserve.config import MIB, EngineConfig, RankCollective
 from pdserve.core.errors import ConfigError, ReplicaLost
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.step_plan import SequenceSlice, StepPlan
@@ -124,35 +127,54 @@ def test_a_rank_that_cannot_load_is_an_error_that_names_it(model: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_ranks_that_compute_by_torch(model: Path, lost: queue.Queue[BaseException], batch_invariant: bool) -> None:
-    """They meet in the memory of processes, end with the runner, and end the worker when one of them dies."""
-    config = replace(CONFIG, dtype="float32", batch_invariant=batch_invariant)
-    one = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
+@pytest.mark.parametrize(("batch_invariant", "collective"), [(False, "auto"), (True, "auto"), (True, "gloo")])
+def test_ranks_that_compute_by_torch(
+    model: Path,
+    lost: queue.Queue[BaseException],
+    batch_invariant: bool,
+    collective: RankCollective,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They meet in the memory of processes or over gloo, end with the runner, and end the worker when one of them dies."""
+    one = replace(CONFIG, dtype="float32", batch_invariant=batch_invariant, tensor_parallel_size=1, pipeline_parallel_size=1)
     alone = ModelRunner.load(model, ModelCard.load(model), one).logits(PLAN)
+    config = replace(one, tensor_parallel_size=2, pipeline_parallel_size=2, rank_collective=collective)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     runner = ModelRunner.load(model, ModelCard.load(model), config)
     processes = ranks()
     assert len(processes) == 3
     assert "torch float32" in runner.describe()
+    folders = list(tmp_path.iterdir())
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == ([0o700] if collective == "gloo" else [])
     assert torch.equal(runner.logits(PLAN), alone)
     runner.close()
     assert not any(process.is_running() for process in processes)
     runner = ModelRunner.load(model, ModelCard.load(model), replace(config, tensor_parallel_size=3), on_lost=lost.put)
     assert torch.equal(runner.logits(PLAN), alone)
     processes = ranks()
-    processes[3].send_signal(signal.SIGKILL)
-    failure = lost.get(timeout=ENDS_S)
-    assert f"rank 4 of this worker (process {processes[3].pid}) ended with status -9" in str(failure)
-    with pytest.raises(ReplicaLost):
-        runner.logits(PLAN)
+    processes[3].suspend()  # so that the others wait for it when it dies
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(runner.logits, PLAN)
+        with pytest.raises(TimeoutError):
+            step.result(0.3)
+        processes[3].send_signal(signal.SIGKILL)
+        failure = lost.get(timeout=ENDS_S)
+        assert f"rank 4 of this worker (process {processes[3].pid}) ended with status -9" in str(failure)
+        with pytest.raises(ReplicaLost):
+            step.result(ENDS_S)
     psutil.wait_procs(processes, ENDS_S)
     assert not any(process.is_running() for process in processes)
     runner.close()
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_rank_by_torch_that_is_stopped_costs_a_step_and_the_gang(model: Path, lost: queue.Queue[BaseException]) -> None:
-    hasty = replace(CONFIG, dtype="float32", step_timeout_s=0.5, pipeline_parallel_size=1)
+@pytest.mark.parametrize("collective", ["auto", "gloo"])
+def test_a_rank_by_torch_that_is_stopped_costs_a_step_and_the_gang(
+    model: Path, lost: queue.Queue[BaseException], collective: RankCollective
+) -> None:
+    hasty = replace(CONFIG, dtype="float32", step_timeout_s=0.5, pipeline_parallel_size=1, rank_collective=collective)
     runner = ModelRunner.load(model, ModelCard.load(model), hasty, on_lost=lost.put)
     runner.logits(PLAN)
     (process,) = ranks()
@@ -160,6 +182,25 @@ def test_a_rank_by_torch_that_is_stopped_costs_a_step_and_the_gang(model: Path, 
     with pytest.raises(ReplicaLost):
         runner.logits(PLAN)
     runner.close()
+    process.wait(ENDS_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["auto", "gloo"])
+def test_a_rank_that_waits_for_a_stopped_one_leaves_a_gang_that_is_closed(model: Path, collective: RankCollective) -> None:
+    """It does not wait for `step_timeout_s`, which is 30 s here."""
+    config = replace(CONFIG, dtype="float32", pipeline_parallel_size=1, rank_collective=collective)
+    runner = ModelRunner.load(model, ModelCard.load(model), config)
+    runner.logits(PLAN)
+    (process,) = ranks()
+    process.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(runner.logits, PLAN)
+        with pytest.raises(TimeoutError):
+            step.result(0.2)
+        runner.close()
+        with pytest.raises(ReplicaLost):
+            step.result(ENDS_S)
     process.wait(ENDS_S)
 
 
@@ -182,6 +223,11 @@ def test_more_rows_than_a_gang_has_room_for_cost_a_step_alone(runner: ModelRunne
         ({"tensor_parallel_size": 8}, "tensor_parallel_size 8 does not divide"),
         ({"pipeline_parallel_size": 5}, "pipeline_parallel_size 5 is not possible with 4 layers"),
         ({"enable_expert_parallel": True}, "this model has none"),
+        ({"rank_collective": "gloo"}, "rank_collective gloo: ranks of compiled steps add up in shared memory"),
+        (
+            {"rank_collective": "nccl", "dtype": "float32"},
+            "rank_collective nccl: NCCL and CUDA are needed, and the device is cpu",
+        ),
     ],
 )
 def test_what_no_gang_computes_is_refused_before_a_process_starts(model: Path, changes: dict[str, object], words: str) -> None:

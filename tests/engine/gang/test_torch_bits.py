@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import pytest
@@ -18,6 +20,7 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.model_spec import DenseSpec, ModelSpec, MoeSpec, NormSpec
 from pdserve.core.shards import Degrees, RankShare
 from pdserve.core.step_plan import SequenceSlice, StepPlan
+from pdserve.engine.gang.collective import CollectiveRanks
 from pdserve.engine.gang.meeting import Meeting, MetRanks, RankDecoder, lose, meeting_bytes
 from pdserve.engine.gang.memory import SharedMemory
 from pdserve.engine.kernels.support import triton_installed
@@ -115,26 +118,36 @@ class Turns:
 
 @contextmanager
 def gang_of_threads(
-    spec: ModelSpec, degrees: Degrees, kv: KvPool, config: EngineConfig, patch: pytest.MonkeyPatch
+    spec: ModelSpec, degrees: Degrees, kv: KvPool, config: EngineConfig, patch: pytest.MonkeyPatch, folder: Path | None
 ) -> Iterator[RankDecoder]:
-    """Run a gang on one KV pool, and yield its rank 0. The other ranks are threads that follow it."""
+    """Run a gang on one KV pool, and yield its rank 0. The other ranks are threads that follow it.
+
+    They gather by gloo where they get a folder to find each other, and in shared memory otherwise.
+    """
     config = replace(
         config, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline,
         enable_expert_parallel=degrees.experts,
     )  # fmt: skip
     check_ranks(spec, kv, config)
-    weights, turns = weights_of(spec).map(lambda one: one.to(kv.dtype)), Turns()
-    patch.setattr(Meeting, "meet", lambda meeting, timeout_s: turns.meet(meeting, timeout_s))
+    weights, turn = weights_of(spec).map(lambda one: one.to(kv.dtype)), torch.inference_mode
+    if folder is None:
+        turns = Turns()
+        turn = turns.taken
+        patch.setattr(Meeting, "meet", lambda meeting, timeout_s: turns.meet(meeting, timeout_s))
     memory = SharedMemory(meeting_bytes(RankShare(spec, degrees)))
     failures: list[BaseException] = []
 
     def rank(number: int) -> RankDecoder:
-        ranks = MetRanks(RankShare(spec, degrees, number), memory, 60.0)
+        share = RankShare(spec, degrees, number)
+        if folder is not None:
+            ranks: MetRanks = CollectiveRanks(share, memory, 60.0, library="gloo", folder=folder, device=kv.device)
+        else:
+            ranks = MetRanks(share, memory, 60.0)
         return RankDecoder(torch_model(weights, kv, config, 2048, ranks), ranks)
 
     def follow(number: int) -> None:
         try:
-            with turns.taken():
+            with turn():
                 rank(number).follow()
         except BaseException as exc:  # noqa: BLE001 - looked at below
             failures.append(exc)
@@ -144,7 +157,7 @@ def gang_of_threads(
     for thread in threads:
         thread.start()
     try:
-        with turns.taken():
+        with turn():
             yield rank(0)
     finally:
         lose(memory)
@@ -170,11 +183,17 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def check(name: str, degrees: Degrees, kv_dtype: str = "", lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> None:
+def check(
+    name: str, degrees: Degrees, kv_dtype: str = "", lengths: tuple[int, ...] = LENGTHS, *, gloo: bool = False, **changes: Any
+) -> None:
     config = EngineConfig(**{"model": "toy", "dtype": "float32", "batch_invariant": True, **changes})
     kv_dtype = kv_dtype or config.dtype
     kv = pool(MODELS[name], kv_dtype, torch_dtype(config))
-    with pytest.MonkeyPatch.context() as patch, gang_of_threads(MODELS[name], degrees, kv, config, patch) as gang:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TemporaryDirectory() as folder,
+        gang_of_threads(MODELS[name], degrees, kv, config, patch, Path(folder) if gloo else None) as gang,
+    ):
         found = computed(gang, kv, lengths)
     expected = of_one_process(name, kv_dtype, config, lengths)
     assert [torch.equal(a, b) for a, b in zip(expected, found, strict=True)] == [True] * len(expected)
@@ -208,6 +227,20 @@ def test_kv_of_other_dtypes(name: str, kv_dtype: str) -> None:
 
 def test_numbers_of_16_bits_where_the_batch_changes_no_bit() -> None:
     check("nine_heads", Degrees(3), dtype="bfloat16")
+
+
+@pytest.mark.quick("nine_heads-tensor_parallel_size 2, pipeline_parallel_size 2")
+@pytest.mark.parametrize("degrees", [Degrees(2), Degrees(3), Degrees(4), Degrees(1, 2), Degrees(2, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bits_of_one_process_over_gloo(name: str, degrees: Degrees) -> None:
+    check(name, degrees, gloo=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(2, 1, True), Degrees(4, 1, True), Degrees(1, 2, True)], ids=str)
+def test_whole_experts_of_ranks_over_gloo(degrees: Degrees) -> None:
+    check("mixture", degrees, gloo=True)
+    check("mixture", degrees, gloo=True, dtype="bfloat16")
 
 
 @pytest.mark.slow

@@ -228,14 +228,14 @@ def test_every_dtype_of_kv_has_a_name_in_settings_and_cards_and_a_format_in_comp
 
 def test_planes_of_different_dimensions_are_converted_each_for_itself():
     """One layer after the other: a latent plane, then a rope plane. Each is what it would be alone."""
-    latent = KvGroup((0, 1), ((1, 8), (2, 4)), 4, "float32")
+    latent = KvGroup((0, 1), ((2, 8), (2, 4)), 4, "float32")
     generator = torch.Generator().manual_seed(3)
-    values = torch.randn(3, 2, 4 * 8 + 2 * 4 * 4, generator=generator)
+    values = torch.randn(3, 2, 2 * 4 * 8 + 2 * 4 * 4, generator=generator)
     tokens = 10
     for dtype in ("bfloat16", "int8", "int4", "float32"):
         stored = convert_blocks(values.flatten(1).view(torch.uint8), latent, replace(latent, dtype=dtype), tokens)
         back = convert_blocks(stored, replace(latent, dtype=dtype), latent, tokens).view(torch.float32).view(3, 2, -1)
-        for part, plane in ((slice(0, 32), (1, 8)), (slice(32, 64), (2, 4))):
+        for part, plane in ((slice(0, 64), (2, 8)), (slice(64, 96), (2, 4))):
             alone = KvGroup((0, 1), (plane,), 4, "float32")
             there = convert_blocks(values[..., part].flatten(1).view(torch.uint8), alone, replace(alone, dtype=dtype), tokens)
             expected = convert_blocks(there, replace(alone, dtype=dtype), alone, tokens)

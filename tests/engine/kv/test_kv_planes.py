@@ -20,7 +20,11 @@ from pdserve.engine.kv.span import Span
 CPU = torch.device("cpu")
 BLOCKS = 7
 TABLES = ((BlockId(5), BlockId(1), BlockId(6)), (BlockId(0), BlockId(3)))
-planes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([2, 4, 6, 8, 10])), min_size=1, max_size=4).map(tuple)
+planes = st.builds(
+    lambda heads, dims: tuple((heads, dim) for dim in dims),
+    st.integers(1, 3),
+    st.lists(st.sampled_from([2, 4, 6, 8, 10]), min_size=1, max_size=4),
+)
 groups = st.builds(
     KvGroup,
     layers=st.sampled_from([(0,), (1, 4), (0, 1, 2)]),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvtransfer.api import Region
+from kvtransfer.api import KvRegion, Region
 from pdserve.config import WorkerConfig
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.errors import InvalidRequest, ReplicaLost
@@ -81,7 +81,7 @@ class Bench:
             config=config,
             card=CARD,
             kv_spec=KvSpec((LAYOUT,)),
-            regions=(Region(1 << 20, 16, LAYOUT.block_bytes),),
+            regions=(KvRegion.of(LAYOUT, Region(1 << 20, 16, LAYOUT.block_bytes)),),
             tokenizer=TOKENIZER,
             max_model_len=MAX_MODEL_LEN,
             incarnation=Incarnation(7),
