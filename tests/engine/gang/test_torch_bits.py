@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -17,8 +17,9 @@ import torch
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.errors import ConfigError, ReplicaLost
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.kv_layout import KvShare, whole_share
 from pdserve.core.model_spec import DenseSpec, ModelSpec, MoeSpec, NormSpec
-from pdserve.core.shards import Degrees, RankShare
+from pdserve.core.shards import Degrees, RankShare, shares_of_rank
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.gang.collective import CollectiveRanks
 from pdserve.engine.gang.meeting import Meeting, MetRanks, RankDecoder, lose, meeting_bytes
@@ -51,8 +52,29 @@ MODELS: Final[dict[str, ModelSpec]] = {
 }  # fmt: skip
 
 
-def pool(spec: ModelSpec, kv_dtype: str, dtype: torch.dtype) -> KvPool:
-    return KvPool(spec.kv_spec(SIZE, kv_dtype), 2 * MIB, torch.device("cpu"), dtype)
+def pool(spec: ModelSpec, kv_dtype: str, dtype: torch.dtype, shares: Sequence[KvShare | None] = ()) -> KvPool:
+    return KvPool(spec.kv_spec(SIZE, kv_dtype), 2 * MIB, torch.device("cpu"), dtype, shares=shares)
+
+
+def own_pools(spec: ModelSpec, degrees: Degrees, kv_dtype: str, dtype: torch.dtype) -> list[KvPool]:
+    """Return the pool of each rank, which holds its part of each block."""
+    kv = spec.kv_spec(SIZE, kv_dtype)
+    return [pool(spec, kv_dtype, dtype, shares_of_rank(spec, degrees, kv, rank)) for rank in range(degrees.ranks)]
+
+
+def whole_blocks(pools: list[KvPool]) -> list[torch.Tensor]:
+    """Return the blocks of each KV group, put together from the parts of all ranks."""
+    blocks = []
+    for number, group in enumerate(pools[0].spec.groups):
+        whole = torch.zeros(pools[0].caches[number].num_blocks, group.block_bytes, dtype=torch.uint8)
+        for kv in pools:
+            share = kv.shares[number]
+            if share is not None:
+                for ours, theirs in zip(share.units(group, share), share.units(group, whole_share(group)), strict=True):
+                    part = kv.caches[number].blocks[:, ours.offset :][:, : ours.nbytes]
+                    whole[:, theirs.offset :][:, : theirs.nbytes] = part
+        blocks.append(whole)
+    return blocks
 
 
 def plans(groups: int, lengths: tuple[int, ...]) -> list[StepPlan]:
@@ -77,14 +99,14 @@ def plans(groups: int, lengths: tuple[int, ...]) -> list[StepPlan]:
 
 
 @torch.inference_mode()
-def computed(model: Model, kv: KvPool, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Compute all steps, and return their logits and the bytes of the pool. The first step gives no logits."""
+def computed(model: Model, pools: list[KvPool], lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Compute all steps, and return their logits and the bytes of the blocks. The first step gives no logits."""
     results = []
-    for number, plan in enumerate(plans(len(kv.caches), lengths)):
+    for number, plan in enumerate(plans(len(pools[0].caches), lengths)):
         logits = model.forward(plan, [] if number == 0 else list(range(0, plan.num_tokens, 3)))
         results += [] if logits is None else [logits.values.clone()]
     assert len(results) == 3
-    return [*results, *(cache.blocks.clone() for cache in kv.caches)]
+    return [*results, *whole_blocks(pools)]
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +140,18 @@ class Turns:
 
 @contextmanager
 def gang_of_threads(
-    spec: ModelSpec, degrees: Degrees, kv: KvPool, config: EngineConfig, patch: pytest.MonkeyPatch, folder: Path | None
+    spec: ModelSpec,
+    degrees: Degrees,
+    pools: list[KvPool],
+    config: EngineConfig,
+    patch: pytest.MonkeyPatch,
+    folder: Path | None,
 ) -> Iterator[RankDecoder]:
-    """Run a gang on one KV pool, and yield its rank 0. The other ranks are threads that follow it.
+    """Run a gang, and yield its rank 0. The other ranks are threads that follow it. pools: one for all ranks, or one for each.
 
     They gather by gloo where they get a folder to find each other, and in shared memory otherwise.
     """
+    kv = pools[0]
     config = replace(
         config, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.pipeline,
         enable_expert_parallel=degrees.experts,
@@ -143,7 +171,7 @@ def gang_of_threads(
             ranks: MetRanks = CollectiveRanks(share, memory, 60.0, library="gloo", folder=folder, device=kv.device)
         else:
             ranks = MetRanks(share, memory, 60.0)
-        return RankDecoder(torch_model(weights, kv, config, 2048, ranks), ranks)
+        return RankDecoder(torch_model(weights, pools[number % len(pools)], config, 2048, ranks), ranks)
 
     def follow(number: int) -> None:
         try:
@@ -174,7 +202,7 @@ def of_one_process(name: str, kv_dtype: str, config: EngineConfig, lengths: tupl
     weights = weights_of(spec).map(lambda one: one.to(kv.dtype))
     with torch.inference_mode():
         alone = torch_model(weights, kv, config, 2048, Alone(RankShare(spec)))
-    results = computed(alone, kv, lengths)
+    results = computed(alone, [kv], lengths)
     assert all(torch.isfinite(one.float()).all() for one in results[:3])
     return results
 
@@ -188,13 +216,14 @@ def check(
 ) -> None:
     config = EngineConfig(**{"model": "toy", "dtype": "float32", "batch_invariant": True, **changes})
     kv_dtype = kv_dtype or config.dtype
-    kv = pool(MODELS[name], kv_dtype, torch_dtype(config))
+    spec, dtype = MODELS[name], torch_dtype(config)
+    pools = own_pools(spec, degrees, kv_dtype, dtype) if gloo else [pool(spec, kv_dtype, dtype)]
     with (
         pytest.MonkeyPatch.context() as patch,
         TemporaryDirectory() as folder,
-        gang_of_threads(MODELS[name], degrees, kv, config, patch, Path(folder) if gloo else None) as gang,
+        gang_of_threads(spec, degrees, pools, config, patch, Path(folder) if gloo else None) as gang,
     ):
-        found = computed(gang, kv, lengths)
+        found = computed(gang, pools, lengths)
     expected = of_one_process(name, kv_dtype, config, lengths)
     assert [torch.equal(a, b) for a, b in zip(expected, found, strict=True)] == [True] * len(expected)
 
@@ -232,8 +261,15 @@ def test_numbers_of_16_bits_where_the_batch_changes_no_bit() -> None:
 @pytest.mark.quick("nine_heads-tensor_parallel_size 2, pipeline_parallel_size 2")
 @pytest.mark.parametrize("degrees", [Degrees(2), Degrees(3), Degrees(4), Degrees(1, 2), Degrees(2, 2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bits_of_one_process_over_gloo(name: str, degrees: Degrees) -> None:
+def test_the_bits_of_one_process_over_gloo_and_in_memory_of_their_own(name: str, degrees: Degrees) -> None:
     check(name, degrees, gloo=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize("name", ["nine_heads", "gemma", "latent"])
+def test_kv_of_other_dtypes_in_memory_of_their_own(name: str, kv_dtype: str) -> None:
+    check(name, Degrees(2, 2), kv_dtype, gloo=True)
 
 
 @pytest.mark.slow
