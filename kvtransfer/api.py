@@ -87,7 +87,8 @@ RemoteRegion = Region
 class KvRegion:
     """The blocks of one KV group of a worker, in the processes that have them: each with a share of every block.
 
-    parts: the share of each rank that has one, and the region of its parts of blocks. They `cover` the group.
+    parts: the share of each rank that has one, and the region of its parts of blocks. Together they have each head of each
+    layer once (`cover`).
     """
 
     group: KvGroup

@@ -1,7 +1,7 @@
-"""The transport of a rank of this worker that is another process: rank 0 posts and polls its reads over a line.
+"""The transport of another rank of this worker. Rank 0 tells that rank over a line what to read, and asks whether it is there.
 
-The rank makes the reads, by a transport of its own, into its own memory (`RankReads`). A question is answered while rank 0 does
-other work, so all ranks of a gang copy at the same time.
+The rank reads by a transport of its own into its own memory (`RankReads`). It works while rank 0 does other things, so all
+ranks of a gang copy at the same time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class _RemoteRead(TransportRead):
 class RemoteTransport:
     """The transport of another rank. `kvtransfer.api.Transport` has the contract of each method.
 
-    Each method raises `ReplicaLost` when the rank does not answer: the gang is lost then.
+    Each method raises `ReplicaLost` when the rank has ended, and those that wait for an answer when none comes in time. The
+    gang is lost then.
     """
 
-    def __init__(self, line: RankLine, regions: Sequence[Region], settings: RankTransport) -> None:
+    def __init__(self, line: RankLine, regions: Sequence[Region], settings: TransportSettings) -> None:
         """Make the transport in the rank, over its regions. Raises what the rank raises."""
         self._line = line
         self._metadata: bytes = line.call("open", settings, tuple(regions))
@@ -78,8 +79,8 @@ class RemoteTransport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTransport:
-    """The order to make a transport in a rank: the settings, and the names under which peers know it."""
+class TransportSettings:
+    """The settings by which a rank makes its transport, and the names under which peers know it."""
 
     transport: str
     host: str
@@ -89,14 +90,14 @@ class RankTransport:
 
 
 class RankReads:
-    """The reads of a rank that is not rank 0: it serves the line of a `RemoteTransport`, life after life of the worker."""
+    """The reads of a rank other than rank 0. It serves the line of a `RemoteTransport`, through all lives of the worker."""
 
     def __init__(self) -> None:
         self._transport: Transport[Region] | None = None
         self._reads: dict[int, TransportRead] = {}
         self._last = 0
 
-    def open(self, settings: RankTransport, regions: tuple[Region, ...]) -> bytes:
+    def open(self, settings: TransportSettings, regions: tuple[Region, ...]) -> bytes:
         """Make the transport of a life, and return its metadata."""
         make = prepare(settings.transport, settings.host, allow_public=settings.allow_public)
         self.close()

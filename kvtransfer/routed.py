@@ -78,6 +78,8 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Peer:
+    """A peer that is connected: the numbers of its ranks, and the routes between its regions and ours."""
+
     ranks: frozenset[int]
     routes: dict[tuple[KvRegion, KvRegion], tuple[_Route, ...]] = field(default_factory=dict)
 

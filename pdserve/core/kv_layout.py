@@ -38,7 +38,7 @@ class KvGroup:
     A plane is (heads, dim), the shape of what one token stores in it; all planes have the same heads. K and V are two planes. A
     layer with one latent vector for each token has one plane.
 
-    A block is one descriptor of a read: large descriptors move several times faster than small ones.
+    Where both sides of a read store whole blocks, a block is one descriptor: large ones move several times faster than small.
     SmolLM2-135M in bf16: 30 * 2 * 3 * 16 * 64 * 2 B = 360 KiB for 16 tokens; in int8 180 KiB and 720 B of scales.
     """
 
@@ -399,7 +399,7 @@ class KvShare:
 
 
 class Route(NamedTuple):
-    """A read of one rank of a lender by one rank of a reader: the share that each stores, and the pieces of a block."""
+    """The parts of a block that one rank of a reader reads from one rank of a lender: the shares of both, and the pieces."""
 
     theirs: KvShare
     ours: KvShare

@@ -1,8 +1,8 @@
 """The memory of a worker's KV as transfers use it: regions, checksums, and staging, over all ranks that have a part of it.
 
-`RankKv` is the part that lies in one process. Rank 0 has one, and so has each other rank of a gang whose ranks have memory of
-their own, where it serves a line (`pdserve.engine.gang.line`). `WorkerKv` asks them all at once, and makes one answer of
-theirs: the checksum of a block is the sum of those of its parts.
+`RankKv` is the part that lies in one process. Rank 0 has one, and so has each other rank of a gang whose ranks have KV pools of
+their own, where it serves a line (`pdserve.engine.gang.line`). `WorkerKv` asks them all at once and joins their answers: the
+checksum of a block is the sum of those of its parts.
 """
 
 from __future__ import annotations

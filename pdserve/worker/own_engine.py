@@ -12,7 +12,7 @@ import torch
 
 from kvtransfer.api import AnyRegion, Region, Transport
 from kvtransfer.backends.registry import prepare
-from kvtransfer.remote import RankTransport, RemoteTransport
+from kvtransfer.remote import RemoteTransport, TransportSettings
 from kvtransfer.routed import RoutedTransport, rank_id
 from kvtransfer.staging import Staging
 from kvtransfer.thread import TransferThread
@@ -180,7 +180,7 @@ class OwnEngine(WorkerEngine):
         config, ranks = self.config, dict[int, Transport[Region]]()
         for rank, line in self.runner.lines(READS).items():
             if regions := self._kv.regions_of(rank):
-                names = RankTransport(
+                names = TransportSettings(
                     self.transport, config.host, config.allow_public_bind, worker_id, rank_id(incarnation, rank)
                 )
                 ranks[rank] = RemoteTransport(line, regions, names)

@@ -1,4 +1,4 @@
-"""The service of a rank that has memory of its own: it does to its part of the KV what rank 0 does to rank 0's part."""
+"""The service of a rank with a KV pool of its own: two threads. One reads blocks, one sums, stages and converts them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from transfer_testing import NixlPeer, Pool, new_incarnation, wait_for, wait_unt
 
 from kvtransfer.api import KvRegion, ReadAdrift, Region
 from kvtransfer.backends.fake import FakeFabric, FakeTransport
-from kvtransfer.remote import RankReads, RankTransport, RemoteTransport
+from kvtransfer.remote import RankReads, RemoteTransport, TransportSettings
 from kvtransfer.routed import RoutedTransport, rank_id
 from pdserve.core.errors import InternalBug, ReplicaLost, TransferFailed
 from pdserve.core.ids import Incarnation, WorkerId
@@ -264,7 +264,7 @@ def test_a_rank_reads_into_its_own_memory_for_rank_0(name: str) -> None:
     try:
         with rank_process() as (line, _):
             region = line.call("region")
-            settings = RankTransport(name, "127.0.0.1", False, WorkerId("reader"), new_incarnation())
+            settings = TransportSettings(name, "127.0.0.1", False, WorkerId("reader"), new_incarnation())
             transport = RemoteTransport(line, [region], settings)
             assert transport.metadata()
             transport.connect(peer.incarnation, peer.metadata)

@@ -130,7 +130,7 @@ class RankLines:
 
 
 def serve(connection: Connection, handler: object) -> None:
-    """RankAnswer the questions of a line by the methods of `handler`, until the line closes."""
+    """Answer the questions of a line by the methods of `handler`, until the line closes."""
     while True:
         try:
             name, args = connection.recv()
