@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -231,6 +233,10 @@ class Rank(RankReads):
     def fail(self) -> None:
         raise ZeroDivisionError
 
+    def write(self, path: Path) -> None:
+        time.sleep(0.3)  # long enough for an asker that does not wait
+        path.touch()
+
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -294,10 +300,27 @@ def test_a_rank_that_raises_goes_on_and_one_that_dies_is_lost() -> None:
         assert lines.ask_each({1: ("digest", [1])}, lambda: 3) == (3, [Pool().digest([1])])
         waits = line.ask("stop")
         process.kill()
+        line.settle(waits)
         with pytest.raises(ReplicaLost, match="rank 1"):
-            line.wait(waits)
+            waits.value  # noqa: B018 - it raises
         with pytest.raises(ReplicaLost, match="rank 1"):
             line.call("region")
+
+
+@pytest.mark.parametrize("fails", ["another rank", "rank 0"])
+def test_an_error_is_raised_once_all_ranks_have_done_their_work(fails: str, tmp_path: Path) -> None:
+    """Ranks write into blocks, and who hears of an error gives them to somebody else."""
+    done = tmp_path / "done"
+    with rank_process() as (other, _), rank_process() as (slow, _):
+        lines = RankLines({1: other, 2: slow})
+
+        def own() -> None:
+            if fails == "rank 0":
+                raise InternalBug("rank 0")
+
+        with pytest.raises(InternalBug):
+            lines.ask_each({1: ("fail" if fails == "another rank" else "region",), 2: ("write", done)}, own)
+        assert done.exists()
 
 
 def test_a_rank_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

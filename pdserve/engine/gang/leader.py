@@ -7,12 +7,14 @@ import logging
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
@@ -176,9 +178,14 @@ class Gang:
         self._lines = self._lines or [{} for _ in range(service.lines)]
         for of_all in self._lines:
             ours, theirs = Pipe()
-            of_all[order.number] = RankLine(order.number, ours)
+            of_all[order.number] = RankLine(order.number, ours, partial(self._give_up, order.number))
             self._far_ends.append(theirs)
         return replace(order, service=service.name, lines=tuple(end.fileno() for end in self._far_ends[-service.lines :]))
+
+    def _give_up(self, number: int, reason: str) -> None:
+        """End a rank that does not answer, which ends the gang. Return when it writes nothing any more."""
+        log.error("the line to rank %d of this worker is lost: %s", number, reason)
+        self._ranks[number - 1].kill()
 
     # Thread of the gang.
 
@@ -293,6 +300,12 @@ class _Rank:
     def status(self) -> int:
         """Return the exit status of a process that has ended, below zero the number of a signal."""
         return self._popen.wait()
+
+    def kill(self) -> None:
+        """End the process by force, and return when it has ended. Any thread may call it, and the thread of the gang reaps."""
+        with suppress(OSError):  # it was reaped
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
 
     def end(self) -> None:
         """End the process, by force when it takes too long, and release what it held."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
@@ -51,9 +52,12 @@ class RankAnswer:
 class RankLine:
     """Rank 0's end of one line. One thread uses it at a time."""
 
-    def __init__(self, rank: int, connection: Connection) -> None:
+    def __init__(self, rank: int, connection: Connection, on_lost: Callable[[str], None] = lambda _: None) -> None:
+        """`on_lost` is called with the reason when the rank is lost, before its questions fail. It must end the rank: one that
+        was only late would go on writing into its memory, which others use by then."""
         self.rank = rank
         self._connection = connection
+        self._on_lost = on_lost
         self._asked: deque[RankAnswer] = deque()
         self._lost: ReplicaLost | None = None
 
@@ -65,9 +69,10 @@ class RankLine:
                 self._connection.send((name, args))
             except OSError as exc:
                 self._lose(str(exc))
-        self._asked.append(answer)
-        if self._lost is not None:
-            self._lose(self._lost.message)
+        if self._lost is None:
+            self._asked.append(answer)
+        else:
+            answer.set(None, self._lost)
         return answer
 
     def take(self, wait_s: float = 0.0) -> None:
@@ -80,26 +85,32 @@ class RankLine:
         except (OSError, EOFError) as exc:
             self._lose(str(exc) or "its process has ended")
 
-    def wait(self, answer: RankAnswer) -> Any:
-        """Wait for an answer and return its value. Raises what the rank raised, and `ReplicaLost` when it does not answer."""
+    def settle(self, answer: RankAnswer) -> None:
+        """Return when an answer is there, or the rank is lost because it does not answer."""
         ends_s = time.monotonic() + ANSWER_S
         while not answer.done:
             left_s = ends_s - time.monotonic()
             if left_s <= 0.0:
                 self._lose(f"no answer within {ANSWER_S:.0f} s")
             self.take(max(left_s, 0.0))
-        return answer.value
 
     def call(self, name: str, *args: Any) -> Any:
-        """Ask, and wait for the answer."""
-        return self.wait(self.ask(name, *args))
+        """Ask, wait for the answer, and return its value. Raises what the rank raised, and `ReplicaLost` when it is lost."""
+        answer = self.ask(name, *args)
+        self.settle(answer)
+        return answer.value
 
     def close(self) -> None:
         """Close the line; the thread at its other end returns. Questions without an answer fail. Idempotent."""
-        self._lose("the gang has ended")
+        self._fail("the gang has ended")
         self._connection.close()
 
     def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._on_lost(reason)
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         self._lost = self._lost or ReplicaLost(f"rank {self.rank}: {reason}")
         while self._asked:
             self._asked.popleft().set(None, self._lost)
@@ -115,12 +126,16 @@ class RankLines:
     def ask_each(self, questions: Mapping[int, tuple[Any, ...]], meanwhile: Callable[[], T]) -> tuple[T, list[Any]]:
         """Ask ranks by their numbers, each for a method with arguments, do rank 0's part meanwhile, and wait for the answers.
 
-        Returns the result of `meanwhile`, and the answers in the order of the questions. Raises the first error.
+        Returns the result of `meanwhile`, and the answers in the order of the questions. Raises the first error, but not before
+        all ranks have answered: a rank that still works writes into memory that the asker may use again.
         """
-        with self._lock:
-            asked = [(self._lines[rank], self._lines[rank].ask(*question)) for rank, question in questions.items()]
+        with self._lock, ExitStack() as answered:
+            answers = []
+            for rank, question in questions.items():
+                answers.append(self._lines[rank].ask(*question))
+                answered.callback(self._lines[rank].settle, answers[-1])
             own = meanwhile()
-            return own, [line.wait(answer) for line, answer in asked]
+        return own, [answer.value for answer in answers]
 
     def close(self) -> None:
         """Close all lines. Idempotent."""

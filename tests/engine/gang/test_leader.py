@@ -24,6 +24,7 @@ from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.step_plan import SequenceSlice, StepPlan
 from pdserve.engine.gang.leader import Gang
 from pdserve.engine.runner import ModelRunner
+from pdserve.worker.rank_service import MEMORY, RANK_SERVICE
 from testkit.toy_models import write_shared
 from tests.engine.engine_ways import COMPILED
 
@@ -183,6 +184,23 @@ def test_a_rank_by_torch_that_is_stopped_costs_a_step_and_the_gang(
         runner.logits(PLAN)
     runner.close()
     process.wait(ENDS_S)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer_is_ended_before_others_use_its_memory(
+    model: Path, lost: queue.Queue[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may only be late, and it would write later. Nobody computes a step here, which would notice it as well."""
+    monkeypatch.setattr("pdserve.engine.gang.line.ANSWER_S", 0.3)
+    config = replace(CONFIG, dtype="float32", pipeline_parallel_size=1, rank_collective="gloo")
+    runner = ModelRunner.load(model, ModelCard.load(model), config, on_lost=lost.put, service=RANK_SERVICE)
+    (process,) = ranks()
+    process.suspend()
+    with pytest.raises(ReplicaLost, match="no answer within"):
+        runner.lines(MEMORY)[1].call("parts")
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert "ended with status -9" in str(lost.get(timeout=ENDS_S))
+    runner.close()
 
 
 @pytest.mark.slow
