@@ -70,6 +70,7 @@ class Gang:
         self._thread: threading.Thread | None = None
         self._order: RankOrder | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._keeps_folder = False
         self._lose: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
@@ -116,8 +117,9 @@ class Gang:
             self._meeting = SharedMemory(memory_bytes(order))
             self._lose = partial(memory.lose, memory.place_of(layout, order.share, self._meeting))
         else:
-            if config.collective(device) != "shared_memory":
+            if (collective := config.collective(device)) != "shared_memory":
                 self._folder = tempfile.TemporaryDirectory(prefix="pdserve-gang-")  # no other user may look into it
+                self._keeps_folder = collective == "nccl"  # threads of torch may look into it as long as NCCL runs
                 order = replace(order, folder=Path(self._folder.name))
             self._meeting = SharedMemory(memory_bytes(order))
             self._lose = partial(meeting.lose, self._meeting)
@@ -244,6 +246,8 @@ class Gang:
                     if rank.listen():
                         with self._changed:
                             self._ready += 1
+                            if self._ready == self._expected and self._folder is not None and not self._keeps_folder:
+                                self._folder.cleanup()  # all are connected, and a worker that is killed would leave it
                             self._changed.notify_all()
                     elif rank.error:
                         return f"rank {rank.number}: {rank.error}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -146,8 +145,7 @@ def test_ranks_that_compute_by_torch(
     processes = ranks()
     assert len(processes) == 3
     assert "torch float32" in runner.describe()
-    folders = list(tmp_path.iterdir())
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == ([0o700] if collective == "gloo" else [])
+    assert not any(tmp_path.iterdir())  # the folder by which ranks over gloo find each other: a killed worker leaves nothing
     assert torch.equal(runner.logits(PLAN), alone)
     runner.close()
     assert not any(process.is_running() for process in processes)
