@@ -153,7 +153,10 @@ class OwnEngine(WorkerEngine):
         rest = max(0, resident_bytes() - here)
         blocks = kv.tokens // kv.spec.block_size
         held = kv.spec.held_tokens([cache.num_blocks for cache in kv.caches])
-        return MemoryReport(weights, step, kv.nbytes, rest, blocks, kv.spec.block_size, runner.max_model_len, held)
+        pool = sum(
+            region.num_blocks * region.block_bytes for region in self.regions
+        )  # over all ranks, as the blocks are counted
+        return MemoryReport(weights, step, pool, rest, blocks, kv.spec.block_size, runner.max_model_len, held)
 
     def _converts(self, engine: EngineConfig) -> int:
         """Return the bytes that staging may take. Decode workers stage, and those that may become one: they read from peers of

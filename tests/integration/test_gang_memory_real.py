@@ -37,6 +37,8 @@ def test_parts_of_blocks_pass_between_ranks_of_all_degrees(dense: EngineConfig) 
     with cluster_of(engine, [TWO, {}, STAGES], [{}, TWO, FOUR]) as cluster:
         check_tokens(cluster, Expected(engine), APART, AUTO, TOGETHER)
         cluster.assert_empty()
+        told = {name: "KV pool 16 MiB: " in cluster.processes[name].log() for name in cluster.worker_names}
+        assert all(told.values()), told  # of all ranks, also where rank 0 has no part of it
 
 
 def test_a_rank_that_dies_ends_its_worker_and_no_request(dense: EngineConfig) -> None:

@@ -137,12 +137,6 @@ class RankLines:
             own = meanwhile()
         return own, [answer.value for answer in answers]
 
-    def close(self) -> None:
-        """Close all lines. Idempotent."""
-        with self._lock:
-            for line in self._lines.values():
-                line.close()
-
 
 def serve(connection: Connection, handler: object) -> None:
     """Answer the questions of a line by the methods of `handler`, until the line closes."""
