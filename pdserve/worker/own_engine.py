@@ -153,9 +153,7 @@ class OwnEngine(WorkerEngine):
         rest = max(0, resident_bytes() - here)
         blocks = kv.tokens // kv.spec.block_size
         held = kv.spec.held_tokens([cache.num_blocks for cache in kv.caches])
-        pool = sum(
-            region.num_blocks * region.block_bytes for region in self.regions
-        )  # over all ranks, as the blocks are counted
+        pool = sum(region.num_blocks * region.block_bytes for region in self.regions)  # of all ranks, like the blocks
         return MemoryReport(weights, step, pool, rest, blocks, kv.spec.block_size, runner.max_model_len, held)
 
     def _converts(self, engine: EngineConfig) -> int:
