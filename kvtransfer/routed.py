@@ -78,9 +78,10 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer that is connected: the numbers of its ranks, and the routes between its regions and ours."""
+    """A peer: the numbers of its ranks, whether all of them are connected, and the routes between its regions and ours."""
 
     ranks: frozenset[int]
+    connected: bool = False
     routes: dict[tuple[KvRegion, KvRegion], tuple[_Route, ...]] = field(default_factory=dict)
 
 
@@ -100,18 +101,20 @@ class RoutedTransport:
     def connect(self, incarnation: Incarnation, metadata: bytes) -> None:
         """Connect each rank of ours to each rank of a peer. Raises `TransferFailed` when one of them cannot."""
         ranks = _unpack(incarnation, metadata)
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.ranks != ranks.keys():
+            self.disconnect(incarnation)
+            peer = self._peers[incarnation] = _Peer(frozenset(ranks))
+        peer.connected = False
         for transport in self._ranks.values():
             for rank, of_rank in ranks.items():
                 transport.connect(rank_id(incarnation, rank), of_rank)
-        known = self._peers.get(incarnation)
-        if known is None or known.ranks != ranks.keys():
-            self._peers[incarnation] = _Peer(frozenset(ranks))
+        peer.connected = True
 
     def disconnect(self, incarnation: Incarnation) -> None:
-        """Forget a peer with all its ranks."""
+        """Forget a peer with all its ranks, also one that is connected in part."""
         peer = self._peers.pop(incarnation, None)
-        # A peer that could not be connected whole may be connected in part.
-        for rank in range(MOST_RANKS) if peer is None else peer.ranks:
+        for rank in peer.ranks if peer is not None else ():
             for transport in self._ranks.values():
                 transport.disconnect(rank_id(incarnation, rank))
 
@@ -159,7 +162,7 @@ class RoutedTransport:
     def _routes(self, peer: Incarnation, region: KvRegion, into: KvRegion) -> tuple[_Route, ...]:
         """Return the routes between two regions. Raises `TransferFailed`."""
         known = self._peers.get(peer)
-        if known is None:
+        if known is None or not known.connected:
             raise TransferFailed(f"peer {peer:016x} is not connected")
         routes = known.routes.get((region, into))
         if routes is None:

@@ -261,7 +261,7 @@ class EngineTicket(LeaseTicket):
 def _check_parts(group: KvGroup, region: KvRegion) -> None:
     """Check that the ranks of a region share the blocks of a group, each head of each layer once. Raises `InvalidTicket`."""
     if region.group != group or not cover(group, [share for share, _ in region.parts]):
-        raise InvalidTicket(f"the shares of {len(region.parts)} ranks are not the blocks of {group}")
+        raise InvalidTicket(f"the shares of {len(region.parts)} ranks are not each head of each layer once")
     for share, memory in region.parts:
         if memory.num_blocks != region.num_blocks or memory.block_bytes != share.of(group).block_bytes:
             raise InvalidTicket(f"rank {share.rank} has {memory.num_blocks} blocks of {memory.block_bytes} bytes")

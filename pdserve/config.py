@@ -199,10 +199,10 @@ class EngineConfig:
         if self.backend == "pdserve" and max(self.tensor_parallel_size, self.pipeline_parallel_size) > MOST_DEGREE:
             raise ConfigError(f"{self.gang}: gangs have at most {MOST_DEGREE} ranks in a stage, and {MOST_DEGREE} stages")
         if self.rank_collective != "auto" and (self.ranks == 1 or self.backend != "pdserve"):
-            why = (
-                "backend is vllm, whose servers choose for themselves" if self.backend != "pdserve" else "a worker has one rank"
-            )
-            raise ConfigError(f"rank_collective is {self.rank_collective}, and {why}: leave it out")
+            why = "backend is vllm, whose servers choose for themselves: leave it out"
+            if self.backend == "pdserve":
+                why = "a worker has one rank: leave it out, or set it for the pool with more, as decode.engine.rank_collective"
+            raise ConfigError(f"rank_collective is {self.rank_collective}, and {why}")
         if self.degrees.ranks % self.vllm.nodes:
             works = [nodes for nodes in range(1, self.degrees.ranks + 1) if self.degrees.ranks % nodes == 0]
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from pdserve.engine.kv.checksum import Stripes, add_sums
 from pdserve.engine.kv.convert import convert_blocks
 from pdserve.engine.kv.pool import KvPool
 
+MOST_ASKED: Final = 4096
+"""Rank 0 names so many blocks in a question at most. Question and answer then fit into the buffer of a socket, so that nobody
+waits for a rank that does not read."""
 Parts = Mapping[int, tuple[KvShare, Region]]
 """The share and the region of each KV group that one process has a part of, by the number of the group."""
 
@@ -138,7 +141,10 @@ class WorkerKv:
             return self._own.sums_of(group, beside)
 
         def sum_blocks(blocks: Sequence[int], /) -> tuple[BlockSum, ...]:
-            return add_sums(*self.each(group, "sums", group, beside, tuple(blocks)))
+            sums: list[BlockSum] = []
+            for first in range(0, len(blocks), MOST_ASKED):
+                sums += add_sums(*self.each(group, "sums", group, beside, tuple(blocks[first : first + MOST_ASKED])))
+            return tuple(sums)
 
         return sum_blocks
 

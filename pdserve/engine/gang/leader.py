@@ -319,6 +319,7 @@ class _Rank:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        os.close(self.pidfd)
+        pidfd, self.pidfd = self.pidfd, -1  # a late `kill` must not meet another process by its number
+        os.close(pidfd)
         assert self._popen.stdout is not None
         self._popen.stdout.close()

@@ -29,10 +29,12 @@ prompt within one machine takes less than a second."""
 class RankAnswer:
     """The answer to one question, once it is there."""
 
-    __slots__ = ("_error", "_value", "done")
+    __slots__ = ("_error", "_value", "done", "due_s")
 
     def __init__(self) -> None:
         self.done = False
+        self.due_s = time.monotonic() + ANSWER_S
+        """The time until which the rank may answer."""
         self._value: Any = None
         self._error: PdserveError | None = None
 
@@ -50,7 +52,7 @@ class RankAnswer:
 
 
 class RankLine:
-    """Rank 0's end of one line. One thread uses it at a time."""
+    """Rank 0's end of one line. One thread asks at a time, and any thread may close."""
 
     def __init__(self, rank: int, connection: Connection, on_lost: Callable[[str], None] = lambda _: None) -> None:
         """`on_lost` is called with the reason when the rank is lost, before its questions fail. It must end the rank: one that
@@ -60,36 +62,38 @@ class RankLine:
         self._on_lost = on_lost
         self._asked: deque[RankAnswer] = deque()
         self._lost: ReplicaLost | None = None
+        self._lock = threading.RLock()
 
     def ask(self, name: str, *args: Any) -> RankAnswer:
         """Ask for the method `name` of what serves the line. The answer comes later, or is `ReplicaLost`."""
         answer = RankAnswer()
-        if self._lost is None:
-            try:
-                self._connection.send((name, args))
-            except OSError as exc:
-                self._lose(str(exc))
-        if self._lost is None:
-            self._asked.append(answer)
-        else:
-            answer.set(None, self._lost)
+        with self._lock:
+            if self._lost is None:
+                try:
+                    self._connection.send((name, args))
+                except OSError as exc:
+                    self._lose(str(exc))
+            if self._lost is None:
+                self._asked.append(answer)
+            else:
+                answer.set(None, self._lost)
         return answer
 
     def take(self, wait_s: float = 0.0) -> None:
         """Take the answers that have come. Wait at most `wait_s` for the first of them."""
-        try:
-            while self._asked and self._connection.poll(wait_s):
-                value, error = self._connection.recv()
-                self._asked.popleft().set(value, error)
-                wait_s = 0.0
-        except (OSError, EOFError) as exc:
-            self._lose(str(exc) or "its process has ended")
+        with self._lock:
+            try:
+                while self._asked and self._connection.poll(wait_s):
+                    value, error = self._connection.recv()
+                    self._asked.popleft().set(value, error)
+                    wait_s = 0.0
+            except (OSError, EOFError) as exc:
+                self._lose(str(exc) or "its process has ended")
 
     def settle(self, answer: RankAnswer) -> None:
         """Return when an answer is there, or the rank is lost because it does not answer."""
-        ends_s = time.monotonic() + ANSWER_S
         while not answer.done:
-            left_s = ends_s - time.monotonic()
+            left_s = answer.due_s - time.monotonic()
             if left_s <= 0.0:
                 self._lose(f"no answer within {ANSWER_S:.0f} s")
             self.take(max(left_s, 0.0))
@@ -101,9 +105,10 @@ class RankLine:
         return answer.value
 
     def close(self) -> None:
-        """Close the line; the thread at its other end returns. Questions without an answer fail. Idempotent."""
-        self._fail("the gang has ended")
-        self._connection.close()
+        """Close the line to a rank that has ended. Questions without an answer fail. Idempotent."""
+        with self._lock:  # a thread that still waits for an answer has seen that the rank has ended
+            self._fail("the gang has ended")
+            self._connection.close()
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:

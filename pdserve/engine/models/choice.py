@@ -106,7 +106,7 @@ def check_ranks(spec: ModelSpec, kv: KvPool, config: EngineConfig) -> None:
 
 def check_gpus(config: EngineConfig, count: int) -> None:
     """Raise `ConfigError` when there are fewer GPUs than ranks. Ranks that gather by gloo may share GPUs."""
-    if config.ranks > count and config.rank_collective != "gloo":
+    if config.ranks > count and config.collective("cuda") == "nccl":
         raise ConfigError(
             f"{config.gang}, and this process sees {count} GPU{'s' if count != 1 else ''}: NCCL needs one for each rank"
         )
