@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any, Final
@@ -35,6 +36,8 @@ MODULES: Final = ("torch", "prefill_worker.main", "decode_worker.main", "router.
 FREE: Final = ("PDSERVE_TESTING_", "PYTEST_")
 MESSAGE_BYTES: Final = 1 << 16
 PR_SET_CHILD_SUBREAPER: Final = 36
+ORPHANED_S: Final = 0.0005
+"""A forked process looks so often whether it has its last parent."""
 ANSWER_TIMEOUT_S: Final = 120.0
 """A fork takes milliseconds. The first one waits for the imports, which take 2 s of CPU time on a core that others may use."""
 
@@ -149,10 +152,13 @@ def _serve() -> list[str] | None:
         told, tell = os.pipe()
         between = os.fork()
         if not between:
+            own = os.getpid()
             pid = os.fork()
             if pid:
                 os.write(tell, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == own:  # on a busy machine this process may be faster than the end of the one between
+                time.sleep(ORPHANED_S)
             control.detach()
             signal.signal(signal.SIGINT, interrupt)
             return _become(*json.loads(asked), streams=streams)
