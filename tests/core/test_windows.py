@@ -145,8 +145,13 @@ class WindowsMachine(PoolHistory):
             number = data.draw(st.sampled_from(sorted(self.running)))
             full = self.running.pop(number)[1] // SIZE
             if withdraw:
+                tables = self.pools.blocks_of(sequence(number))
                 self.pools.withdraw(sequence(number), hashes=HASHES[:full])
-                assert self.longest_hit(full, 0) == 0 or set(self.windows) == {1}, "a token of window 1 needs no other"
+                for pool, table in zip(self.pools.groups, tables, strict=True):
+                    assert not {pool._block_with.get(one) for one in HASHES} & {*table} - {NULL_BLOCK}
+                # Without windows, another sequence of the same prompt keeps the blocks that it has published.
+                if any(window is not None for window in self.windows):
+                    assert self.longest_hit(full, 0) == 0 or set(self.windows) == {1}, "a token of window 1 needs no other"
             self.pools.drop(sequence(number))
 
     def committed(self, number: int, tokens: int) -> None:
