@@ -31,6 +31,9 @@ class RequestSpec:
     to meet it. 0: there is no target."""
     client: int = 0
     """A number for the client's connection, by which workers let prompts of several clients take turns. 0: it is not known."""
+    draft_limit: int | None = None
+    """The most drafts that a step verifies for the request, as speculative decoding has them. 0: it takes none. None: the
+    worker's settings alone decide. No token depends on it."""
     constraint: Constraint | None = None
     """What the text of the output must be. None: any text. Raises `InvalidRequest` for a least length together with a
     constraint, because it could forbid the end that the constraint needs."""
@@ -40,6 +43,6 @@ class RequestSpec:
             raise InvalidRequest("must be 0 beside structured_outputs", field="min_tokens")
 
 
-_NOT_DIRECT: Final = ("prompt_ids", "sampling", "tpot_s", "client", "constraint")
+_NOT_DIRECT: Final = ("prompt_ids", "sampling", "tpot_s", "client", "draft_limit", "constraint")
 OPTIONS: Final = tuple(name for name in field_types(RequestSpec) if name not in _NOT_DIRECT)
 """The fields that a client sets directly. Front ends pass them on by these names."""

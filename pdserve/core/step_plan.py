@@ -62,6 +62,12 @@ class SequenceSlice(NamedTuple):
     packed: tuple[bytes, ...] = ()
     """The block tables as int32, if the sequence keeps them in that form too; else empty."""
 
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The drafts at the end of the slice; empty unless a token is drawn after each of several rows."""
+        count = len(self.samples)
+        return self.token_ids[1 - count :] if count > 1 and self.samples[0].scored is None else ()
+
 
 _SAMPLES: Final = attrgetter("samples")
 

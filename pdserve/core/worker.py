@@ -17,6 +17,7 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.shards import Degrees
+from pdserve.core.speculation import DraftCounts
 
 
 class Role(Enum):
@@ -237,6 +238,8 @@ class WorkerLoad:
     """The time since the start of the incarnation, by the worker's own clock. The counts above hold at this time."""
     experts: ExpertLoad | None = None
     """The spread of tokens over the experts of the model. None: it has no experts, or no token has passed them."""
+    speculation: DraftCounts | None = None
+    """The drafts of the incarnation so far. None: the worker drafts nothing."""
 
 
 def used_features(spec: RequestSpec, names: Iterable[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import FinishReason, TokenLogprobs
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import NO_TOKEN, Sampled, accept
 from pdserve.engine.schedule.room import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState
@@ -28,6 +29,8 @@ class OutputToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
+    speculation: DraftCounts | None = None
+    """With the last output token: the drafts of the sequence on this worker. None: it had none."""
 
 
 class Advance(NamedTuple):
