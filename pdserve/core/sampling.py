@@ -211,6 +211,15 @@ class LogitEdits:
             self._count(tokens[position], position >= self._prompt_len)
         self._done = max(self._done, len(tokens))
 
+    def after(self, token_id: int) -> LogitEdits:
+        """Return the edits as they are once this output token is known too. Both go on by themselves."""
+        copy = LogitEdits.__new__(LogitEdits)
+        copy.bias_ids, copy.bias = self.bias_ids, self.bias
+        copy.seen_ids, copy.output_counts = self.seen_ids[:], self.output_counts[:]
+        copy._place, copy._prompt_len, copy._done = dict(self._place), self._prompt_len, self._done + 1
+        copy._count(token_id, True)
+        return copy
+
     def _count(self, token_id: int, is_output: bool) -> None:
         place = self._place.setdefault(token_id, len(self.seen_ids))
         if place == len(self.seen_ids):

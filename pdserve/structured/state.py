@@ -72,6 +72,19 @@ class ConstraintState:
                 self._mask = mask
         return self._mask
 
+    def after(self, token_id: int) -> ConstraintState | None:
+        """Return the place after this token, as a state of its own. None: the token may not come next."""
+        if self._failure is not None:
+            return None
+        further = ConstraintState(self._matcher.deep_copy())
+        further._accepted = self._accepted
+        return further if further.accept(token_id) else None
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that write the text which must come next."""
+        # A copy, since a search that takes too much work makes the library's object useless.
+        return () if self._failure is not None else tuple(self._matcher.deep_copy().compute_ff_tokens())
+
     def _fail(self, what: str) -> None:
         self._mask = None
         self._failure = f"{what}: {one_line(self._matcher.get_error())}"

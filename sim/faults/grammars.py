@@ -52,6 +52,14 @@ class SimMatcher:
             return bytes([1 << EOS])
         return sum(1 << token_id for token_id in self._place.allowed).to_bytes(VOCAB_SIZE // 8, "little")
 
+    def compute_ff_tokens(self) -> list[int]:
+        """Return the tokens that must come next."""
+        place, forced = self._place, list[int]()
+        while not place.ended and len(place.allowed) == 1 and EOS not in place.allowed:
+            forced += place.allowed
+            place = place.after(forced[-1])
+        return forced
+
     def is_stopped(self) -> bool:
         """Tell whether only the end of the sequence may follow."""
         return self._place.ended

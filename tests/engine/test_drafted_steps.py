@@ -31,11 +31,13 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def params(i: int) -> SamplingParams:
-    """Greedy and random draws, with log-probabilities and with banned stop ids."""
+    """Greedy and random draws, with log-probabilities, with banned stop ids and with a penalty."""
     logprobs, least = (2 if i == 2 else None), (20 if i == 3 else 0)
+    penalty = 1.3 if i == 4 else 1.0
     return SamplingParams(
-        max_tokens=OUTPUT, temperature=i % 2 * 0.9, top_p=0.9, seed=i, logprobs=logprobs, min_tokens=least, stop_token_ids=(7,)
-    )
+        max_tokens=OUTPUT, temperature=i % 2 * 0.9, top_p=0.9, seed=i, logprobs=logprobs, min_tokens=least, stop_token_ids=(7,),
+        repetition_penalty=penalty,
+    )  # fmt: skip
 
 
 def serve(runner: ModelRunner, guess: Guess) -> Served:
@@ -56,7 +58,7 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
         steps += 1
         tables = {piece.seq_id: piece.block_tables[0] for piece in plan.slices}
         for token in outcome.tokens:
-            outputs[token.seq_id].append(token)
+            outputs[token.seq_id].append(token._replace(speculation=None))
             if token.finish_reason is not None:
                 count = len(prompts()[token.seq_id]) + token.output_index
                 kv[token.seq_id] = committed(runner, tables[token.seq_id], count)

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jsonschema
 import pytest
@@ -69,13 +69,15 @@ class Served:
         self.tokens: list[list[OutputToken]] = [[] for _ in range(count)]
         self.failures: dict[SeqId, str] = {}
         self.preempted = 0
+        self.drafted = 0
 
     def take(self, outcome: StepOutcome) -> None:
         self.preempted += len(outcome.preempted)
         self.failures |= dict(outcome.grammars_failed)
         assert not outcome.failed
         for token in outcome.tokens:
-            self.tokens[token.seq_id].append(token)
+            self.drafted += token.speculation is not None and token.speculation.num_accepted_tokens
+            self.tokens[token.seq_id].append(token._replace(speculation=None))
 
     def ids(self, i: int) -> list[int]:
         return [token.token_id for token in self.tokens[i]]
@@ -90,6 +92,7 @@ class Served:
 def serve(
     runner: ModelRunner, grammars: Compiler, requests: Sequence[Request], *, blocks: int = 512, budget: int = 96,
     resumed: Sequence[tuple[int, ...]] = (), kind: SequenceKind = SequenceKind.LOCAL,
+    guess: Callable[[int, int], tuple[int, ...]] = lambda *_: (),
 ) -> Served:  # fmt: skip
     pool = BlockPools(blocks)
     limit = min(512, blocks * BLOCK)
@@ -103,7 +106,8 @@ def serve(
         output = resumed[i] if resumed else ()
         scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=kind, resumed=output, grammar=grammar)
     while scheduler.has_work:
-        served.take(scheduler.collect(runner.execute(scheduler.plan())))
+        drafts = {SeqId(i): guess(i, len(tokens)) for i, tokens in enumerate(served.tokens)}
+        served.take(scheduler.collect(runner.execute(scheduler.plan(drafts))))
     scheduler.check_invariants()
     return served
 
@@ -186,6 +190,23 @@ def test_constraints_of_one_sequence_change_no_other_one(runner, grammars):
     squeezed = serve(runner, grammars, mixed, blocks=34, budget=24)
     assert squeezed.preempted > 0
     assert [squeezed.ids(i) for i in range(len(mixed))] == [together.ids(i) for i in range(len(mixed))]
+
+
+@pytest.mark.parametrize(("wrong", "most"), [(0.0, 9), (0.3, 4), (1.0, 3)])
+def test_drafts_change_no_constrained_output(runner, grammars, wrong, most):
+    """Guesses of the true output, a share of which is replaced by any id."""
+    requests, _ = mixed_requests(12, seed=5)
+    plain = serve(runner, grammars, requests)
+    rng = random.Random(2)
+
+    def guess(i: int, known: int) -> tuple[int, ...]:
+        right = plain.ids(i)[known : known + most]
+        return tuple(rng.randrange(256) if rng.random() < wrong else token_id for token_id in right)
+
+    drafted = serve(runner, grammars, requests, guess=guess, budget=128)
+    assert drafted.tokens == plain.tokens
+    assert drafted.failures == plain.failures
+    assert wrong == 1.0 or drafted.drafted > 100
 
 
 def test_a_replay_goes_on_as_if_nothing_had_happened(runner, grammars):

@@ -30,3 +30,11 @@ class GrammarState(Protocol):
 
         It is computed once for each place, in up to some milliseconds without the interpreter lock.
         """
+
+    def after(self, token_id: int) -> GrammarState | None:
+        """Return the place after this token, as a state of its own whose failure changes nothing here. None: the token may not
+        come next, or the grammar has failed."""
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that write the text which must come next, as the model's tokenizer writes it. Empty: there is a
+        choice. Other tokens may write the same text, so these are guesses."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import FinishReason, TokenLogprobs
-from pdserve.core.speculation import DraftCounts
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from pdserve.core.step_plan import NO_TOKEN, Sampled, accept
 from pdserve.engine.schedule.room import PrefixCache
 from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState
@@ -62,6 +62,14 @@ class Final(NamedTuple):
     """These blocks in each KV group."""
 
 
+class Verified(NamedTuple):
+    """The drafts of one sequence in a collected step: how many there were, and how many of the first ones were right."""
+
+    seq_id: SeqId
+    drafted: int
+    accepted: int
+
+
 class StepOutcome(NamedTuple):
     """Everything that one collected step changed."""
 
@@ -74,6 +82,7 @@ class StepOutcome(NamedTuple):
     grammars_failed: tuple[tuple[SeqId, str], ...] = ()
     """Sequences that ended because their grammar could not go on, each with the reason in words."""
     final: tuple[Final, ...] = ()
+    verified: tuple[Verified, ...] = ()
 
 
 _S, _E = SequenceState, SequenceEvent
@@ -129,19 +138,19 @@ class Collector:
             if self._windowed and seq.computed >= seq.next_death:
                 self._prefix.free_behind(seq)
             tokens.append(self._append(seq, token))
+        verified: list[Verified] = []
         for seq, guessed in zip(sequences[decodes:], drafts, strict=False):
             seq.planned = 0
             run = accept(guessed, [next(drawn) for _ in range(len(guessed) + 1)])
             if seq.state is _S.ABORTING:
                 self._forget(seq, _E.COLLECTED)
             else:
-                self._append_run(seq, run, tokens, failed)
+                verified.append(self._append_run(seq, guessed, run, tokens, failed))
         chunks = sequences[decodes + len(drafts) :]
         advanced, final = self._chunks(chunks, drawn, tokens, failed) if chunks else ((), ())
         assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
-        if not failed:
-            return StepOutcome(tuple(tokens), advanced, preempted, (), (), final)
-        return StepOutcome(tuple(tokens), advanced, preempted, *_reasons(failed), final)
+        reasons = _reasons(failed) if failed else ((), ())
+        return StepOutcome(tuple(tokens), advanced, preempted, *reasons, final, tuple(verified))
 
     def _chunks(
         self, sequences: list[Sequence], drawn: Iterator[Sampled], tokens: list[OutputToken], failed: list[Sequence]
@@ -198,25 +207,36 @@ class Collector:
         scores = () if seq.scores is None else seq.take_scores()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores)
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, None if reason is None else seq.speculation)
 
-    def _append_run(self, seq: Sequence, run: Many[Sampled], tokens: list[OutputToken], failed: list[Sequence]) -> None:
-        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own, up to the one that ends it.
+    def _append_run(
+        self,
+        seq: Sequence,
+        drafts: tuple[int, ...],
+        run: Many[Sampled],
+        tokens: list[OutputToken],
+        failed: list[Sequence],
+    ) -> Verified:
+        """Append the accepted tokens of a sequence, as if each was drawn by a step of its own. Only the last may end it, since
+        no draft follows such a token.
 
         The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
         """
+        right = len(run) - 1
+        if run[-1][0] == NO_TOKEN and right:  # the row of an accepted draft: the next step computes it again, and tells
+            run = run[:-1]
+        seq.speculation = (seq.speculation or NO_COUNTS).add(len(drafts), right)
         for token in run:
             seq.computed += 1
             if token[0] == NO_TOKEN:
                 self._fail(seq, failed)
-                return
+                break
             if not seq.computed % self._block_size:
                 self._prefix.publish(seq)
             if self._windowed and seq.computed >= seq.next_death:
                 self._prefix.free_behind(seq)
             tokens.append(self._append(seq, token))
-            if tokens[-1].finish_reason is not None:
-                return
+        return Verified(seq.seq_id, len(drafts), right)
 
     def _fail(self, seq: Sequence, failed: list[Sequence]) -> None:
         """End a sequence for which no token could be drawn. If its logits are not finite numbers, its KV may be the reason, so

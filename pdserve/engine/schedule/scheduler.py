@@ -37,11 +37,11 @@ from pdserve.core.ids import SeqId
 from pdserve.core.kv_layout import Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, StepPlan
+from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, SampleSpec, StepPlan
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.engine.schedule.collect import Admitted, Advance, Collector, OutputToken, PlannedStep, StepOutcome
 from pdserve.engine.schedule.room import PrefixCache, Room
-from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState, StopRule, Turn
+from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState, StopRule, Turn, drawable
 from pdserve.engine.schedule.step_rates import StepRates, chunk_budget
 
 # The order of prompts -------------------------------------------------------------------------------------------------
@@ -346,14 +346,14 @@ class Scheduler:
         decode_tokens, chunk_tokens = decodes, 0
         slices = list(map(Sequence.last_slice, step[:decodes]))
         for seq in step[decodes:]:
-            slices.append(seq.drafted_slice(taken[seq.seq_id]))
-            decode_tokens += 1 + len(taken[seq.seq_id])
+            slices.append(seq.drafted_slice(*taken[seq.seq_id]))
+            decode_tokens += len(slices[-1].token_ids)
         for seq, count in chunks:
             step.append(seq)
             slices.append(seq.next_slice(count))
             chunk_tokens += count
         self.step_tokens = (chunk_tokens, decode_tokens)
-        self._step = PlannedStep(step, decodes, tuple(taken.values())) if step else None
+        self._step = PlannedStep(step, decodes, tuple([drafts for drafts, _ in taken.values()])) if step else None
         return StepPlan(tuple(slices), decodes)
 
     def take_admitted(self) -> tuple[Admitted, ...]:
@@ -475,9 +475,7 @@ class Scheduler:
                 self._grow(seq)
         return list(self._decoding)
 
-    def _plan_drafts(
-        self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts
-    ) -> dict[SeqId, tuple[int, ...]]:
+    def _plan_drafts(self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], drafts: Drafts) -> dict[SeqId, Taken]:
         if self._drafts_obstacle is not None:
             raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
         tokens = self.max_num_batched_tokens - len(decoding) - sum(count for _, count in chunks)
@@ -624,21 +622,23 @@ class Scheduler:
         self._room.check(seq)
 
 
-def take_drafts(
-    drafts: Drafts, decoding: Many[Sequence], room: int, fit: Callable[[Sequence, int], int]
-) -> dict[SeqId, tuple[int, ...]]:
+Taken = tuple[tuple[int, ...], tuple[SampleSpec, ...]]
+"""The drafts of a sequence that a step computes, and the draws of their slice."""
+
+
+def take_drafts(drafts: Drafts, decoding: Many[Sequence], room: int, fit: Callable[[Sequence, int], int]) -> dict[SeqId, Taken]:
     """Return the drafts that the step computes. Sequences without drafts are left out. The order is that of `decoding`.
 
     room: the largest number of drafts of all sequences together. fit: takes a sequence and a number of drafts, and returns how
-    many of them the sequence's blocks can hold. A sequence gets no drafts that lie behind its longest length. It gets none at
-    all if it has edits or a grammar, because these depend on every token before.
+    many of them the sequence's blocks can hold. A sequence gets at most `most_drafts`, and none that nothing may follow.
     """
-    taken: dict[SeqId, tuple[int, ...]] = {}
+    taken: dict[SeqId, Taken] = {}
     for seq in decoding:
-        wanted = drafts.get(seq.seq_id, ())[: min(room, seq.longest - len(seq.tokens) - 1)]
-        if not wanted or not seq.takes_drafts:
+        wanted = drafts.get(seq.seq_id, ())[: max(0, min(room, seq.most_drafts))]
+        if not wanted:
             continue
-        if kept := wanted[: fit(seq, len(wanted))]:
-            taken[seq.seq_id] = kept
+        kept, samples = drawable(seq, wanted[: fit(seq, len(wanted))])
+        if kept:
+            taken[seq.seq_id] = kept, samples
             room -= len(kept)
     return taken

@@ -19,6 +19,7 @@ from pdserve.core.errors import IllegalTransition
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, LogitEdits, SamplingParams, TokenLogprobs, edits_of
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.core.structured.grammar_state import GrammarState
 
@@ -168,6 +169,8 @@ class Sequence:
     """The log-probabilities of its prompt tokens so far. None: they are not asked for, or token 0 came with them."""
     served: int = 0
     """Number of the step that computed its last chunk."""
+    speculation: DraftCounts | None = None
+    """Its drafts so far. None: it had none."""
     planned: int = 0
     """Known tokens that the step under way computes; its drafts do not count."""
     prompt_len: int = field(init=False)
@@ -189,7 +192,7 @@ class Sequence:
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
     _stops: frozenset[int] = field(init=False)
     _min_tokens: int = field(init=False)
-    _plain: bool = field(init=False)
+    plain: bool = field(init=False)
     """True when each of its draws is `GREEDY`."""
 
     def __post_init__(self) -> None:
@@ -201,7 +204,7 @@ class Sequence:
         self.stop_ids = (*eos, *self.params.stop_token_ids)
         self._stops = _set_of(self.stop_ids)
         self._min_tokens = self.params.min_tokens
-        self._plain = self.params.plainly_greedy and not self._min_tokens
+        self.plain = self.params.plainly_greedy and not self._min_tokens
         self.longest = self.prompt_len + self.params.max_tokens
         if self.params.prompt_logprobs is not None and not self.output_count and self.kind is not SequenceKind.INBOUND:
             self.scores = []
@@ -213,7 +216,7 @@ class Sequence:
         the grammar wants."""
         assert not self._min_tokens, "the caller refuses min_tokens beside a grammar"
         self.grammar = grammar
-        self._plain = False
+        self.plain = False
         grammar.catch_up(self.tokens, self.prompt_len)
 
     @property
@@ -227,9 +230,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def takes_drafts(self) -> bool:
-        """True when its draws do not depend on the tokens before, so that drafts of them can be computed in one step."""
-        return self.edits is None and self.grammar is None
+    def most_drafts(self) -> int:
+        """The most drafts that a step may verify: the request may have a limit, and none lies behind the last token that can be
+        drawn."""
+        left, limit = self.longest - len(self.tokens) - 1, self.spec.draft_limit
+        return left if limit is None or left < limit else limit
 
     @property
     def decodes(self) -> bool:
@@ -257,7 +262,7 @@ class Sequence:
     def last_slice(self) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence. The result is that of `next_slice(1)` in half the time."""
         self.planned = 1
-        samples = ONE_GREEDY if self._plain else (self.sample_spec(),)
+        samples = ONE_GREEDY if self.plain else (self.sample_spec(),)
         return SequenceSlice(self.seq_id, self.computed, (self.tokens[-1],), self.block_tables, samples, self.packed)
 
     def chunk(self, budget: int, block_size: int) -> int:
@@ -305,13 +310,11 @@ class Sequence:
         scores, self.scores = self.scores, None
         return tuple(scores or ())
 
-    def drafted_slice(self, drafts: tuple[int, ...]) -> SequenceSlice:
-        """Plan the one token that is left of a decoding sequence, and guesses of the tokens after it. Asserts that the
-        sequence has neither edits nor a grammar, because these depend on the tokens that are drawn before."""
-        assert self.takes_drafts
+    def drafted_slice(self, drafts: tuple[int, ...], samples: tuple[SampleSpec, ...]) -> SequenceSlice:
+        """Plan the one token that is left of a decoding sequence, and drafts of the tokens after it. samples: the draws after
+        each of them, as `Ahead` gives them."""
+        assert len(samples) == len(drafts) + 1
         self.planned = 1
-        index = self.output_count
-        samples = tuple([self._spec(i) for i in range(index, index + len(drafts) + 1)])
         ids = (self.tokens[-1], *drafts)
         return SequenceSlice(self.seq_id, self.computed, ids, self.block_tables, samples, self.packed)
 
@@ -336,21 +339,67 @@ class Sequence:
 
         Stop ids are banned until the output has min_tokens tokens, so a stop token always comes on top of them (as in vLLM).
         """
-        if self.edits is not None:
-            self.edits.catch_up(self.tokens)
-        return self._spec(len(self.tokens) - self.prompt_len)
+        return Ahead(self).spec
 
-    def _spec(self, index: int) -> SampleSpec:
-        if self._plain:
-            return GREEDY
-        return SampleSpec(self.params, index, self.stop_ids if index < self._min_tokens else (), self.edits, self.grammar)
+    def banned_at(self, index: int) -> tuple[int, ...]:
+        """Return the ids that may not be output token `index`."""
+        return self.stop_ids if index < self._min_tokens else ()
+
+    def stops_at(self, token_id: int, index: int) -> bool:
+        """Tell whether this token would end the sequence as output token `index`."""
+        return token_id in self._stops and index + 1 >= self._min_tokens
 
     def finish_reason(self) -> FinishReason | None:
         """Return why the last output token ended the sequence; None when it goes on. The token is output in both cases."""
-        if self.tokens[-1] in self._stops and self.output_count >= self._min_tokens:
+        if self.stops_at(self.tokens[-1], self.output_count - 1):
             return FinishReason.STOP
         if self.grammar is not None:
             self.grammar.catch_up(self.tokens, self.prompt_len)
             if self.grammar.ended:
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.longest else None
+
+
+class Ahead:
+    """The draws of a decoding sequence along a draft of its next tokens. Edits and grammar go on with each token of the draft,
+    on copies, so that each draw is the one that would follow if the tokens before it were drawn."""
+
+    __slots__ = ("_index", "_seq", "spec")
+
+    def __init__(self, seq: Sequence) -> None:
+        """Stand before the next token."""
+        self._seq = seq
+        self._index = len(seq.tokens) - seq.prompt_len
+        self.spec = GREEDY
+        """The specification for drawing the token that comes next here."""
+        if not seq.plain:
+            if seq.edits is not None:
+                seq.edits.catch_up(seq.tokens)
+            self.spec = SampleSpec(seq.params, self._index, seq.banned_at(self._index), seq.edits, seq.grammar)
+
+    def take(self, token_id: int) -> bool:
+        """Go on behind a token. False: nothing may follow it, because the sequence would end there, or the grammar forbids the
+        token; then this object is of no use any more."""
+        seq, spec = self._seq, self.spec
+        if seq.stops_at(token_id, self._index):
+            return False
+        self._index += 1
+        if spec is GREEDY:
+            return True
+        edits, grammar = spec.edits, spec.grammar
+        if grammar is not None and ((grammar := grammar.after(token_id)) is None or grammar.ended):
+            return False
+        edits = None if edits is None else edits.after(token_id)
+        self.spec = SampleSpec(seq.params, self._index, seq.banned_at(self._index), edits, grammar)
+        return True
+
+
+def drawable(seq: Sequence, drafts: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[SampleSpec, ...]]:
+    """Return the drafts of a sequence up to the first one that nothing may follow, and the draws of a slice of them."""
+    ahead = Ahead(seq)
+    samples = [ahead.spec]
+    for draft in drafts:
+        if not ahead.take(draft):
+            break
+        samples.append(ahead.spec)
+    return drafts[: len(samples) - 1], tuple(samples)

@@ -15,13 +15,48 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import GREEDY, NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan, accept
-from pdserve.engine.schedule.collect import OutputToken, StepOutcome
+from pdserve.engine.schedule.collect import OutputToken, StepOutcome, Verified
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 
 BLOCK, EOS, VOCAB = 4, 3, 13
 Requests = list[tuple[tuple[int, ...], SamplingParams]]
+
+
+class Words:
+    """A grammar whose output is words of three tokens: each token is larger than the one before it. It ends after some words,
+    and cannot go on after token 12."""
+
+    failure: str | None = None
+
+    def __init__(self, words: int, taken: tuple[int, ...] = ()) -> None:
+        self._words = words
+        self.taken = taken
+
+    @property
+    def ended(self) -> bool:
+        return len(self.taken) == 3 * self._words
+
+    def catch_up(self, tokens: list[int], prompt_len: int) -> None:
+        for token_id in tokens[prompt_len + len(self.taken) :]:
+            assert self._allows(token_id)
+            self.taken += (token_id,)
+
+    def after(self, token_id: int) -> Words | None:
+        return Words(self._words, (*self.taken, token_id)) if self._allows(token_id) else None
+
+    def forced(self) -> tuple[int, ...]:
+        return ()
+
+    def mask(self) -> bytes | None:
+        allowed = sum(1 << token_id for token_id in range(VOCAB) if self._allows(token_id))
+        self.failure = None if allowed else "there is no larger token"
+        return allowed.to_bytes(2, "little") if allowed else None
+
+    def _allows(self, token_id: int) -> bool:
+        return len(self.taken) % 3 == 0 or token_id > self.taken[-1]
 
 
 def make(*, blocks: int = 64, seqs: int = 16, budget: int = 32, limit: int = 64, obstacle: str | None = None) -> Scheduler:
@@ -32,10 +67,14 @@ def make(*, blocks: int = 64, seqs: int = 16, budget: int = 32, limit: int = 64,
 
 
 def model(tokens: tuple[int, ...], spec: SampleSpec) -> int:
-    """A draw that depends on all tokens, and on seed, index and bans as those of the sampler do."""
-    seed = 0 if spec is GREEDY else zlib.crc32(repr((spec.params.seed, spec.output_index)).encode())
+    """A draw that depends on all tokens, and on seed, index, edits, bans and grammar as those of the sampler do."""
+    edits = spec.edits and (spec.edits.seen_ids.tolist(), spec.edits.output_counts.tolist())
+    seed = 0 if spec is GREEDY else zlib.crc32(repr((spec.params.seed, spec.output_index, edits)).encode())
+    mask = (1 << VOCAB) - 1 if spec.grammar is None else int.from_bytes(spec.grammar.mask() or b"", "little")
+    if not mask:
+        return NO_TOKEN
     token_id = zlib.crc32(bytes(tokens), seed) % VOCAB
-    while token_id in spec.banned_ids:
+    while token_id in spec.banned_ids or not mask >> token_id & 1:
         token_id = (token_id + 1) % VOCAB
     return token_id
 
@@ -48,8 +87,10 @@ class Play:
         self.known: dict[SeqId, list[int]] = {}
         self.reasons: dict[SeqId, FinishReason | None] = {}
         self.preempted = 0
+        self.failed: set[tuple[SeqId, str]] = set()
         for i, (prompt, params) in enumerate(requests):
-            self.scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL)
+            grammar = Words(params.max_tokens // 4) if params.seed % 3 == 2 and not params.min_tokens else None
+            self.scheduler.add(SeqId(i), RequestSpec(prompt, params), kind=SequenceKind.LOCAL, grammar=grammar)
             self.known[SeqId(i)] = list(prompt)
 
     def step(self, guess: Callable[[SeqId, int], tuple[int, ...]]) -> StepPlan:
@@ -59,6 +100,8 @@ class Play:
         outcome = self.scheduler.collect([(token_id, None) for piece in plan.slices for token_id in self._draw(piece)])
         self.scheduler.check_invariants()
         self.preempted += len(outcome.preempted)
+        self.failed |= set(outcome.grammars_failed)
+        assert not outcome.failed
         for token in outcome.tokens:
             self.known[token.seq_id].append(token.token_id)
             self.reasons[token.seq_id] = token.finish_reason
@@ -94,7 +137,11 @@ def workloads(draw: st.DrawFn) -> Requests:
         temperature = draw(st.sampled_from([0.0, 1.0]))
         most = least + draw(st.integers(1, 24))
         stops = draw(st.sampled_from([(), (5,)]))
-        params = SamplingParams(max_tokens=most, min_tokens=least, temperature=temperature, seed=seed, stop_token_ids=stops)
+        penalty, bias = draw(st.sampled_from([(0.0, ()), (0.0, ((7, 3.0),)), (1.0, ())]))
+        params = SamplingParams(
+            max_tokens=most, min_tokens=least, temperature=temperature, seed=seed, stop_token_ids=stops,
+            presence_penalty=penalty, logit_bias=bias,
+        )  # fmt: skip
         requests.append((prompt, params))
     return requests
 
@@ -108,6 +155,7 @@ def test_drafts_change_no_output_no_reason_and_no_block_that_stays(requests, wro
     drafted = Play(requests, **sizes).run(oracle(plain, random.Random(seed), wrong, most))
     assert drafted.known == plain.known
     assert drafted.reasons == plain.reasons
+    assert drafted.failed == plain.failed
     counts = [play.scheduler._pool.counts() for play in (plain, drafted)]
     assert all(one.held == one.quarantined == 0 for one in counts)
     if blocks == 64:
@@ -157,7 +205,8 @@ def test_a_wrong_draft_is_computed_again_with_the_right_token():
     assert [(s.start, s.token_ids) for s in scheduler.plan().slices] == [(6, (11,))]
 
 
-def test_a_stop_token_inside_the_accepted_run_ends_it():
+def test_drafts_end_before_a_stop_token():
+    """No token may follow it, so its row is of no use. It is drawn after the draft before it."""
     scheduler = decoding(max_tokens=20)
     tokens = drawn(scheduler, (8, EOS, 9), [8, EOS, 9, 10]).tokens
     assert [(t.token_id, t.finish_reason) for t in tokens] == [(8, None), (EOS, FinishReason.STOP)]
@@ -208,9 +257,47 @@ def test_a_sequence_grows_for_drafts_only_while_a_block_is_left_for_each_running
     assert scheduler._pool.num_allocatable == (4 - held) - (1 if tokens > 1 else 0)
 
 
-def test_a_sequence_with_edits_ignores_its_drafts():
+def test_every_row_has_the_edits_of_the_tokens_before_it():
     scheduler = decoding(max_tokens=30, presence_penalty=1.0)
-    assert scheduler.plan({SeqId(1): (8, 9)}).num_tokens == 1
+    (piece,) = scheduler.plan({SeqId(1): (8, 7, 9)}).slices
+    edits = [spec.edits for spec in piece.samples]
+    counts = [dict(zip(one.seen_ids, one.output_counts, strict=True)) for one in edits if one is not None]
+    assert counts == [{7: 1}, {7: 1, 8: 1}, {7: 2, 8: 1}, {7: 2, 8: 1, 9: 1}]
+    assert [token.token_id for token in scheduler.collect([(8, None), (5, None), (9, None), (9, None)]).tokens] == [8, 5]
+    (spec,) = scheduler.plan().specs
+    assert spec.edits is not None
+    assert dict(zip(spec.edits.seen_ids, spec.edits.output_counts, strict=True)) == {7: 1, 8: 1, 5: 1}
+
+
+def test_drafts_that_a_grammar_forbids_or_ends_with_are_left_out():
+    """Words of three rising tokens: 5 may not follow 7, and nothing may follow the third token."""
+    scheduler = make()
+    scheduler.add(SeqId(1), RequestSpec((1,) * 4, SamplingParams(max_tokens=9)), kind=SequenceKind.LOCAL, grammar=Words(1))
+    scheduler.plan()
+    scheduler.collect([(7, None)])
+    assert scheduler.plan({SeqId(1): (5, 9)}).num_tokens == 1
+    scheduler.collect([(8, None)])
+    assert scheduler.plan({SeqId(1): (9, 10)}).num_tokens == 1
+
+
+def test_a_request_may_limit_its_drafts_or_have_none():
+    for limit, count in ((0, 0), (2, 2), (None, 9)):
+        scheduler = make()
+        scheduler.add(
+            SeqId(1), RequestSpec((1,) * 4, SamplingParams(max_tokens=30), draft_limit=limit), kind=SequenceKind.LOCAL
+        )
+        scheduler.plan()
+        scheduler.collect([(7, None)])
+        assert len(scheduler.plan({SeqId(1): (8,) * 9}).slices[0].drafts) == count
+
+
+def test_the_drafts_of_a_sequence_are_counted():
+    scheduler = decoding(max_tokens=8)
+    assert drawn(scheduler, (8, 9), [8, 11, 12]).verified == (Verified(SeqId(1), 2, 1),)
+    assert drawn(scheduler, (8, 9, 10), [8, 9, 10, 11]).verified == (Verified(SeqId(1), 3, 3),)
+    (last,) = drawn(scheduler, (8,), [9]).tokens
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.speculation == DraftCounts(2, 5, 4, (2, 1, 1))
 
 
 def test_an_engine_that_cannot_take_drafts_says_why():
@@ -220,11 +307,13 @@ def test_an_engine_that_cannot_take_drafts_says_why():
         scheduler.plan({SeqId(1): (8,)})
 
 
-def test_tokens_before_a_row_without_numbers_count():
+def test_tokens_before_a_row_without_numbers_count_and_the_next_step_computes_it_again():
     scheduler = decoding(max_tokens=30)
     outcome = drawn(scheduler, (8, 9), [8, NO_TOKEN, 5])
     assert [t.token_id for t in outcome.tokens] == [8]
-    assert outcome.failed == (SeqId(1),)
+    assert outcome.failed == ()
+    assert [(s.start, s.token_ids) for s in scheduler.plan().slices] == [(5, (8,))]
+    assert scheduler.collect([(NO_TOKEN, None)]).failed == (SeqId(1),)
     assert scheduler.num_live == 0
 
 

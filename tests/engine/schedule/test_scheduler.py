@@ -99,7 +99,7 @@ def test_a_lent_sequence_lends_its_blocks_and_ends_with_token_0():
     _, second = step(scheduler)
     assert second is not None
     assert second.advanced == ((1, 10),)
-    assert second.tokens == ((1, 0, 7, None, None, ()),)
+    assert second.tokens == ((1, 0, 7, None, None, (), None),)
     assert scheduler.num_live == 0
     assert scheduler._pool.num_free == 7, "the lease still holds its blocks"
     scheduler.return_lease(seq)
@@ -145,10 +145,10 @@ def test_inbound_is_reserved_whole_activated_and_decoded():
     assert plan.slices[0].start == 8
     assert plan.slices[0].block_tables == (blocks,)
     assert outcome is not None
-    assert outcome.tokens == ((1, 1, 7, None, None, ()),)
+    assert outcome.tokens == ((1, 1, 7, None, None, (), None),)
     _, outcome = step(scheduler)
     assert outcome is not None
-    assert outcome.tokens == ((1, 2, 7, FinishReason.LENGTH, None, ()),)
+    assert outcome.tokens == ((1, 2, 7, FinishReason.LENGTH, None, (), None),)
     assert_empty(scheduler)
 
 
@@ -262,7 +262,7 @@ def test_what_finishes_a_sequence(token, params, expected):
     add(scheduler, 1, 3, **params)
     _, outcome = step(scheduler, token)
     assert outcome is not None
-    assert outcome.tokens == ((1, 0, token, expected, None, ()),)
+    assert outcome.tokens == ((1, 0, token, expected, None, (), None),)
 
 
 def test_the_context_length_finishes_a_sequence():
