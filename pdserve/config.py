@@ -75,6 +75,7 @@ Backend = Literal["pdserve", "vllm"]
 RankCollective = Literal["auto", "shared_memory", "gloo", "nccl"]
 Degree = Annotated[int, Meta(ge=1, le=64)]  # eight machines of 8 GPUs; gangs of pdserve's own engine have fewer
 Quantization = Literal["int8", "int4"]
+Speculation = Literal["none", "ngram", "suffix", "self", "draft_model"]
 KvCacheDtype = Literal["auto", "fp32", "bf16", "fp8", "fp8_e4m3", "int8", "int4"]
 
 BACKENDS: Final = typing.get_args(Backend)
@@ -83,6 +84,7 @@ DEVICES: Final = typing.get_args(Device)
 RANK_COLLECTIVES: Final = typing.get_args(RankCollective)
 LOAD_FORMATS: Final = typing.get_args(LoadFormat)
 QUANTIZATIONS: Final = typing.get_args(Quantization)
+SPECULATIONS: Final = typing.get_args(Speculation)
 KV_CACHE_DTYPES: Final = typing.get_args(KvCacheDtype)
 EXACT_KV_CACHE_DTYPES: Final = ("auto", "fp32", "bf16")  # the others are quantised
 
@@ -112,6 +114,59 @@ class VllmConfig:
             raise ConfigError("url is that of a server which runs already: leave out command, args and nodes")
         if self.url and not _URL.fullmatch(self.url):
             raise ConfigError(f"url must be http://HOST:PORT, got {self.url!r:.100}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Speculative decoding: cheap drafts of the next tokens, of which a step verifies several at once. No output depends on it.
+    The names are vLLM's, where it has them."""
+
+    # "ngram" drafts what followed the last tokens earlier in the same request. "suffix" also looks at recent requests of the
+    # same cache salt. "self" drafts with a copy of the model's own weights in fewer bits, and "draft_model" with a smaller
+    # model; both look up as well.
+    method: Speculation = "none"
+    # A step verifies at most so many drafts of one sequence. It verifies fewer, or none, where more would not pay. None is 16,
+    # and 8 of a model's drafts.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
+    # A lookup takes at least so many last tokens of the request, and at most so many.
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 16
+    # The smaller model of "draft_model", as for `engine.model`. It must have the vocabulary of the large one.
+    model: str = ""
+    # The weights of "self" and of "draft_model" have so many bits. None is int4 for "self", and the model's own dtype for
+    # "draft_model".
+    quantization: Quantization | None = None
+    # "self" computes only so many first layers of the model, and then its head. None computes all: few layers of a model that
+    # was not trained for it guess badly.
+    draft_layers: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ConfigError(
+                f"prompt_lookup_max must be at least prompt_lookup_min ({self.prompt_lookup_min}), got {self.prompt_lookup_max}"
+            )
+        own = {"model": ("draft_model",), "quantization": ("self", "draft_model"), "draft_layers": ("self",)}
+        for name, methods in own.items():
+            if getattr(self, name) and self.method not in methods:
+                raise ConfigError(f"{name} is only for the method {' and '.join(methods)}, and method is {self.method}")
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError("the method draft_model needs a model: set model")
+
+    @property
+    def drafts(self) -> bool:
+        """Anything is drafted."""
+        return self.method != "none"
+
+    @property
+    def most_tokens(self) -> int:
+        """A step verifies at most so many drafts of one sequence."""
+        return self.num_speculative_tokens or 16
+
+    @property
+    def most_places(self) -> int:
+        """A model drafts at most so many tokens of one sequence."""
+        return self.num_speculative_tokens or 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +217,9 @@ class EngineConfig:
     # True makes the output of a request independent of the others in its batch, bit for bit. None does so where it costs
     # nothing, which is in compiled steps.
     batch_invariant: bool | None = None
+    # Cheap drafts of the next tokens are verified several at once, such as {method: ngram}. It changes no output, and steps
+    # verify only what pays.
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     # A worker restarts when its engine finishes no step for so long while work waits. Raise it where steps are slow.
     step_timeout_s: PositiveFloat = 60.0
     # So many ranks, which are processes of one machine, or of `vllm.nodes` machines, share each layer of a worker's model.
@@ -193,6 +251,14 @@ class EngineConfig:
             raise ConfigError(
                 f"batch_invariant needs a kv_cache_dtype that is not quantised: how {self.kv_cache_dtype} rounds a block "
                 "depends on how its tokens were cut into steps"
+            )
+        if self.backend == "vllm" and self.speculative_config.drafts:
+            raise ConfigError(
+                "speculative_config is for the backend pdserve: give --speculative-config to vLLM itself, in vllm.args"
+            )
+        if self.ranks > 1 and self.speculative_config.method in ("self", "draft_model"):
+            raise ConfigError(
+                f"speculative_config.method {self.speculative_config.method} drafts with one rank, and {self.gang}: use suffix"
             )
         if self.device == "cuda":
             self.check_gang_on_gpus("device is cuda")

@@ -42,6 +42,22 @@ class Bytes(click.ParamType[int]):
             self.fail(str(exc), param, ctx)
 
 
+class JsonSection(click.ParamType[dict[str, Any]]):
+    """A section of settings as a JSON object, which is vLLM's form."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        """Return the section. click reports a text that is no JSON object."""
+        try:
+            section = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            section = None
+        if not isinstance(section, dict):
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
+        return section
+
+
 class OptionNames(click.ParamType[list[str]]):
     """A list of names: separated by commas, or as a JSON list, which is vLLM's form."""
 
@@ -139,6 +155,12 @@ FLAGS: Final[tuple[tuple[tuple[str, ...], str, Any, str], ...]] = (
         "engine.max_num_batched_tokens",
         POSITIVE,
         "Limit of the tokens of one step (default: prefill 512 on a CPU and 8192 on a GPU, decode 128 and 2048).",
+    ),
+    (
+        ("--speculative-config",),
+        "engine.speculative_config",
+        JsonSection(),
+        'Drafts of next tokens, such as \'{"method": "suffix"}\': ngram, suffix, self or draft_model (default: none).',
     ),
     (("--block-size",), "engine.block_size", POSITIVE, "Number of tokens in one KV block."),
     (

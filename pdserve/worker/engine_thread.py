@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -28,9 +29,12 @@ from pdserve.core.blocks import Holder, HolderKind, SumBlocks
 from pdserve.core.errors import InternalBug, Overloaded
 from pdserve.core.ids import NULL_BLOCK, NULL_SUM, BlockId, BlockSum, SeqId
 from pdserve.core.roofline import StepCounts
-from pdserve.core.step_plan import Sampled, StepPlan
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
+from pdserve.core.step_plan import NO_DRAFTS, Sampled, StepPlan
 from pdserve.core.worker import WorkerLoad
+from pdserve.engine.drafting.choice import DraftChoice
 from pdserve.engine.schedule.collect import Final as FinalBlocks
+from pdserve.engine.schedule.collect import StepOutcome
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
 from pdserve.worker.messages import (
@@ -68,11 +72,17 @@ class EngineSteps:
         pool: BlockPools,
         sum_blocks: Sequence[SumBlocks] | None = None,
         counts: StepCounts | None = None,
+        choice: DraftChoice | None = None,
     ) -> None:
         """`sum_blocks` has a function for each KV group. None: no block is summed. The engine lends until `SetLending`.
 
-        `counts` knows the operations and bytes of the model's steps. None: only tokens and seconds are counted.
+        `counts` knows the operations and bytes of the model's steps. None: only tokens and seconds are counted. `choice` says
+        which drafts steps verify. None: they verify none.
         """
+        self._choice = choice
+        self._drafted: DraftCounts | None = None
+        if choice is not None:
+            scheduler.ended, self._drafted = choice.forget, NO_COUNTS
         self._counts = counts or StepCounts()
         self._plan = StepPlan(())
         self._sum_if_lent = self._sum_blocks = sum_blocks
@@ -125,7 +135,7 @@ class EngineSteps:
                     rehashed.append(self._rehash(seq_id))
                 case SetLending(lends):
                     self._set_lending(lends)
-        plan = self._plan = scheduler.plan()
+        plan = self._plan = scheduler.plan(self._choice.drafts(scheduler) if self._choice is not None else NO_DRAFTS)
         for seq_id, tables, hits in scheduler.take_admitted():
             lent.append(Lent(seq_id, tables, self._sums_of(seq_id, hits), hits))
         if plan.slices and not (lent or reserved or rehashed):
@@ -147,6 +157,8 @@ class EngineSteps:
         self._final = outcome.final
         self._unchecked += 1
         self._numerical_errors += len(outcome.failed)
+        if self._choice is not None:
+            self._learn(self._choice, outcome, step_s)
         self.has_work = goes_on = scheduler.has_work
         prompt_tokens, drawn = scheduler.step_tokens[0], len(outcome.tokens)
         self._counts.add(self._plan, prompt_tokens=prompt_tokens, output_tokens=drawn, step_s=step_s, idle=not goes_on)
@@ -171,6 +183,14 @@ class EngineSteps:
         tables = zip(*[done.block_tables for done in final], strict=True)
         sums = zip(*[self._summed(group, parts) for group, parts in enumerate(tables)], strict=True)
         return StepEvents(sealed=tuple([self._seal(done, of_done) for done, of_done in zip(final, sums, strict=True)]))
+
+    def _learn(self, choice: DraftChoice, outcome: StepOutcome, step_s: float) -> None:
+        choice.learn(outcome)
+        if not self._scheduler.step_tokens[0]:
+            choice.took(self._scheduler.step_tokens[1], step_s)
+        if outcome.verified:
+            own = [NO_COUNTS.add(one.drafted, one.accepted) for one in outcome.verified]
+            self._drafted = reduce(DraftCounts.plus, own, self._drafted or NO_COUNTS)
 
     def _summed(self, group: int, parts: Sequence[tuple[BlockId, ...]]) -> list[tuple[BlockSum, ...]]:
         """Return the checksums of the blocks of each of `parts`, which are summed in one call. A null entry has `NULL_SUM`."""
@@ -249,6 +269,7 @@ class EngineSteps:
             prompt_flops=counts.prompt_flops,
             decode_read_bytes=counts.decode_read_bytes,
             experts=counts.experts,
+            speculation=self._drafted,
         )
         keys = self._pool.published.take()
         return EngineSnapshot(load, self._commands_taken, self.has_work, self._last_seq_id, keys)
@@ -283,10 +304,13 @@ class EngineThread:
         on_death: Callable[[BaseException], None],
         sums_of: Callable[[], Sequence[SumBlocks] | None] = lambda: None,
         counts_of: Callable[[], StepCounts] = StepCounts,
+        choice_of: Callable[[], DraftChoice | None] = lambda: None,
     ) -> None:
         """`sums_of` is called after `build` and returns a function for each KV group that sums its blocks. None: no block is
-        summed. `counts_of` is called then as well, and returns what counts the steps."""
+        summed. `counts_of` and `choice_of` are called then as well, and return what counts the steps, and what chooses their
+        drafts."""
         self._counts_of = counts_of
+        self._choice_of = choice_of
         self._build = build
         self._sums_of = sums_of
         self._publish = publish
@@ -328,7 +352,7 @@ class EngineThread:
             return
         self._ready.set()
         try:
-            steps = EngineSteps(scheduler, pool, self._sums_of(), self._counts_of())
+            steps = EngineSteps(scheduler, pool, self._sums_of(), self._counts_of(), self._choice_of())
             while not self._stopping:
                 self._step(runner, steps)
         except BaseException as exc:  # noqa: BLE001 - the thread's last act is to report its death

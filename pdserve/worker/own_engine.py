@@ -25,6 +25,8 @@ from pdserve.core.blocks import SumBlocks
 from pdserve.core.ids import Incarnation, WorkerId
 from pdserve.core.roofline import ModelShape, StepCounts, StepFlops
 from pdserve.core.worker import WorkerLoad
+from pdserve.engine.drafting.choice import DraftChoice
+from pdserve.engine.drafting.setup import make_choice
 from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.memory.host import resident_bytes
 from pdserve.engine.numerics import numerics_of
@@ -68,6 +70,7 @@ class OwnEngine(WorkerEngine):
         self._step_bytes = 0
         self._step_timeout_s = config.engine.step_timeout_s
         self._peaks = Peaks()
+        self._choice: DraftChoice | None = None
         self._end_ranks: Callable[[], None] = lambda: None
 
     def load(self) -> None:
@@ -82,7 +85,8 @@ class OwnEngine(WorkerEngine):
         self._preparing = threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True)
         self._preparing.start()
         build = lambda: self._build(directory)  # noqa: E731
-        self._thread = EngineThread(build, self._events.put, self._on_death, self._sums_of, self._counts_of)
+        choice = lambda: self._choice  # noqa: E731
+        self._thread = EngineThread(build, self._events.put, self._on_death, self._sums_of, self._counts_of, choice)
         try:
             self._thread.start(self.config.start_timeout_s)
         except BaseException:
@@ -203,6 +207,7 @@ class OwnEngine(WorkerEngine):
         self._kv = WorkerKv(runner.kv, runner.lines(MEMORY))
         runner.numerics = numerics_of(runner, self.card, engine)
         self._preparing.join()  # it holds the interpreter, which would slow the steps that are measured now
+        self._choice = make_choice(directory, self.card, engine, runner)
         settled = settle(runner, engine, later=later)
         self._step_bytes = settled.step_bytes
         self._step_timeout_s = step_timeout_s(engine.step_timeout_s, settled.slowest_s)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.step_plan import SampleSpec
+from pdserve.core.structured.grammar_state import GrammarState
+
+
+class Draws(Protocol):
+    """The draws of a sequence along a draft."""
+
+    @property
+    def spec(self) -> SampleSpec:
+        """The specification for drawing the token that comes next here."""
+
+    def take(self, token_id: int) -> bool:
+        """Go on behind a token. False: nothing may follow it."""
 
 
 class DraftView(NamedTuple):
@@ -19,8 +32,12 @@ class DraftView(NamedTuple):
     """Sequences of one group may learn from each other's tokens: they have one cache salt, and one adapter."""
     most: int
     """The most drafts that the sequence may have now; at least 1."""
+    grammar: GrammarState | None = None
+    """The place in the grammar of its output. None: it follows none."""
+    draws: Callable[[], Draws] | None = None
+    """Returns the draws that come next, for a drafter that draws as the sequence does."""
     block_tables: tuple[tuple[BlockId, ...], ...] = ()
-    """Its blocks in each KV group, with room for `most` more tokens. Empty: the drafter has not asked for them."""
+    """Its blocks in each KV group, with room for `most` more tokens. Only a drafter that computes KV gets them."""
 
 
 class Draft(NamedTuple):
@@ -43,3 +60,17 @@ class Drafter(Protocol):
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens. It may be unknown to the drafter."""
+
+
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that computes each draft with a model, one place after the other for all its sequences together."""
+
+    kind: str
+    """The kind of its drafts."""
+    most: int
+    """The most drafts of a sequence."""
+    needs_blocks: bool
+    """True when it writes KV of its drafts into the blocks of the sequences."""
+
+    def place_s(self, sequences: int) -> float:
+        """Return the expected time to draft one more place of so many sequences, in seconds."""

@@ -275,11 +275,16 @@ class NativeDecoder:
     def first_layer_alone(self) -> Iterator[None]:
         """Compute only the first layer and the head in steps inside `with`. They take as much memory as whole steps do, because
         the memory of all layers is taken before the first one is computed. Their logits and their KV mean nothing."""
-        all_layers, self._layers = self._layers, 1
+        all_layers = self._layers
+        self.compute_layers(1)
         try:
             yield
         finally:
-            self._layers = all_layers
+            self.compute_layers(all_layers)
+
+    def compute_layers(self, count: int) -> None:
+        """Compute only so many first layers in the steps from now on, and then the head."""
+        self._layers = count
 
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert. The last layer counts only tokens whose logits were wanted."""

@@ -39,6 +39,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import NO_DRAFTS, Drafts, Sampled, SampleSpec, StepPlan
 from pdserve.core.structured.grammar_state import GrammarState
+from pdserve.engine.drafting.api import DraftView
 from pdserve.engine.schedule.collect import Admitted, Advance, Collector, OutputToken, PlannedStep, StepOutcome
 from pdserve.engine.schedule.room import PrefixCache, Room
 from pdserve.engine.schedule.sequence import Sequence, SequenceEvent, SequenceKind, SequenceState, StopRule, Turn, drawable
@@ -226,6 +227,8 @@ class Scheduler:
         """The prompt tokens and the other tokens of the last planned step."""
         self._collector = Collector(self.prefix, layout_block_size, self._move, self._forget)
         self._drafts_obstacle = drafts_obstacle
+        self.ended: Callable[[SeqId, list[int], bytes], None] | None = None
+        """It is called with each sequence that ends: its id, its tokens, and its group of those that may learn from them."""
         self._admitted: list[Admitted] = []
         self._preempted: list[SeqId] = []
 
@@ -355,6 +358,29 @@ class Scheduler:
         self.step_tokens = (chunk_tokens, decode_tokens)
         self._step = PlannedStep(step, decodes, tuple([drafts for drafts, _ in taken.values()])) if step else None
         return StepPlan(tuple(slices), decodes)
+
+    # --- what a choice of drafts needs to know
+
+    @property
+    def next_rows(self) -> tuple[int, int, int]:
+        """The number of decoding sequences, of the prompt tokens that the next step will compute beside them, about, and of the
+        drafts for which it has room."""
+        decoding = len(self._decoding)
+        left = self.max_num_batched_tokens - decoding
+        prompt_tokens = min(left, self.queued_tokens)
+        return decoding, prompt_tokens, min(left - prompt_tokens, self._max_seqs - decoding - len(self._prefilling))
+
+    def draft_views(self, most: int) -> list[DraftView]:
+        """Return the decoding sequences that may have drafts, at most `most` each."""
+        return [seq.draft_view(min(most, seq.most_drafts)) for seq in self._decoding if seq.most_drafts > 0]
+
+    def with_blocks(self, view: DraftView, most: int) -> DraftView | None:
+        """Return the view with blocks for up to `most` drafts, of those that nobody else may need. None: there are none."""
+        seq = self._sequences[view.seq_id]
+        if len(seq.tokens) > seq.num_blocks * self._block_size:  # its next token has no block yet
+            return None
+        most = self._room_for_drafts(seq, most)
+        return view._replace(most=most, block_tables=seq.block_tables) if most > 0 else None
 
     def take_admitted(self) -> tuple[Admitted, ...]:
         """Return the lent sequences admitted since the last call. Each of them now needs a lease."""
@@ -613,6 +639,8 @@ class Scheduler:
         self._move(seq, event)
         self._targets -= seq.spec.tpot_s > 0.0
         del self._sequences[seq.seq_id]
+        if self.ended is not None:
+            self.ended(seq.seq_id, seq.tokens, seq.group)
 
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq.remaining >= max(seq.planned, 1)

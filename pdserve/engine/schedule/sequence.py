@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from pdserve.core.block_hash import PrefixChain
@@ -22,6 +22,7 @@ from pdserve.core.sampling import FinishReason, LogitEdits, SamplingParams, Toke
 from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import GREEDY, ONE_GREEDY, SampleSpec, SequenceSlice
 from pdserve.core.structured.grammar_state import GrammarState
+from pdserve.engine.drafting.api import DraftView
 
 
 class SequenceState(Enum):
@@ -309,6 +310,15 @@ class Sequence:
         """Return the log-probabilities of the whole prompt, once: they go out with token 0."""
         scores, self.scores = self.scores, None
         return tuple(scores or ())
+
+    @property
+    def group(self) -> bytes:
+        """The name of the group of sequences that may learn from each other's tokens: those with one cache salt."""
+        return self.spec.cache_salt.encode(errors="surrogatepass")
+
+    def draft_view(self, most: int) -> DraftView:
+        """Return the sequence as drafters see it."""
+        return DraftView(self.seq_id, self.tokens, self.prompt_len, self.group, most, self.grammar, partial(Ahead, self))
 
     def drafted_slice(self, drafts: tuple[int, ...], samples: tuple[SampleSpec, ...]) -> SequenceSlice:
         """Plan the one token that is left of a decoding sequence, and drafts of the tokens after it. samples: the draws after
