@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import MutableSequence, Sequence
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -225,7 +224,7 @@ class _Group:
     def __init__(self) -> None:
         self.index = TokenIndex(array("q"))
         self.seen: dict[int, int] = {}
-        """The place of a chunk by the hash of its tokens. Equal hashes of unequal chunks are rare, and cost only a text."""
+        """The place of the text that has a chunk, by the hash of its tokens. Chunks with equal hashes are taken for equal."""
 
     @property
     def size(self) -> int:
@@ -242,11 +241,9 @@ class _Group:
         begin += known * CHUNK
         if begin == len(tokens):
             return
-        first = max(0, begin - LONGEST) if known else begin  # a match shall be found across the seam
         mine = self.index.tokens
-        for number, chunk in enumerate(islice(hashes, known, None)):
-            self.seen[chunk] = len(mine) + begin - first + number * CHUNK
-        mine.extend(tokens[first:])
+        self.seen.update(dict.fromkeys(hashes[known:], len(mine)))
+        mine.extend(tokens[begin:])
         mine.append(BREAK)
         if len(mine) > GROUP_TOKENS:
             cut = len(mine) - GROUP_TOKENS // 2
