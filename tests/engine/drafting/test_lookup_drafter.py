@@ -90,7 +90,16 @@ class TestAllCandidates:
 
 @pytest.mark.parametrize(
     ("following", "agreement"),
-    [("aaaa", "all"), ("abab", "some"), ("abcb", "some"), ("abca", "some"), ("abcd", "few"), ("aabbc", "few"), ("a", "some")],
+    [
+        ("aaaa", "all"),
+        ("abab", "some"),
+        ("abcb", "some"),
+        ("abca", "some"),
+        ("abcd", "few"),
+        ("aabbc", "few"),
+        ("aacbb", "few"),
+        ("a", "some"),
+    ],
 )
 def test_the_kind_says_how_many_candidates_agree(following: str, agreement: str) -> None:
     tokens = [token for number, letter in enumerate(following) for token in (1000 + number, 1, 2, ord(letter))]
