@@ -141,6 +141,9 @@ bench-sampling: setup ## measure the way from logits to a token, beside one read
 bench-constraints: setup ## measure what structured output costs in a decode step of 32 sequences
 	$(BIN)/python -m bench.engine.constraints
 
+bench-lookup: setup ## measure drafts by lookup: tokens a step, how often they are right, what a proposal costs
+	$(BIN)/python -m bench.engine.lookup
+
 bench-router: setup ## measure the CPU that the router takes for a request and for a token, beside its floors
 	$(BIN)/python -m bench.router.cost
 

@@ -3,6 +3,7 @@
 __all__ = [
     "attention",
     "block_sums",
+    "drafting",
     "gang",
     "kernels",
     "kv",
