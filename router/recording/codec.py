@@ -137,5 +137,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value] if value and not isinstance(value[0], int | str) else list(value)
+        ends = value[:1], value[-1:]  # lists of ids are long; counts of drafts begin with a number and end with a list
+        return list(value) if all(isinstance(item, int | str) for end in ends for item in end) else [*map(_finite, value)]
     return value

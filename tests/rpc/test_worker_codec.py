@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.limits import field_types
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.speculation import MAX_DRAFTS, DraftCounts
 from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc import codec
@@ -35,6 +36,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
         FLOATS,
         st.lists(st.builds(HotExpert, NUMBERS, NUMBERS, FLOATS), max_size=MOST_HOT).map(tuple),
     ),
+    DraftCounts | None: st.none()
+    | st.builds(DraftCounts, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=MAX_DRAFTS).map(tuple)),
     BlockCounts: st.lists(st.integers(0, 1 << 20), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
 }
 
@@ -75,6 +78,11 @@ def test_a_worker_that_names_more_hot_experts_than_it_may_is_cut() -> None:
     many = ExpertLoad(1, 1.0, 1.0, (HotExpert(1, 2, 3.0),) * (MOST_HOT + 5))
     wire = codec.load_to_wire(WorkerLoad(BlockCounts(4, 4, 0, 0, 0), experts=many))
     assert codec.load_from_wire(wire).experts == ExpertLoad(1, 1.0, 1.0, many.hottest[:MOST_HOT])
+
+
+def test_a_worker_that_drafts_and_has_not_drafted_yet_is_no_worker_that_does_not() -> None:
+    wire = codec.load_to_wire(WorkerLoad(BlockCounts(4, 4, 0, 0, 0), speculation=DraftCounts()))
+    assert codec.load_from_wire(common_pb2.WorkerLoad.FromString(wire.SerializeToString())).speculation == DraftCounts()
 
 
 @pytest.mark.parametrize("message", [common_pb2.WorkerLoad, inference_pb2.WorkerState])
