@@ -17,11 +17,11 @@ right ones, so even with nine of ten right, one slice in a thousand gives as man
 
 
 class ToldCounts(Protocol):
-    """Counts as they cross the wire. No slices with drafts: there are none."""
+    """Counts as they cross the wire. `DraftCounts` explains each of them. Without slices there are no counts."""
 
     @property
     def num_drafts(self) -> int:
-        """As in `DraftCounts`, and so are the others."""
+        """The slices with drafts."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -29,11 +29,11 @@ class ToldCounts(Protocol):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """The drafts that were right."""
+        """The accepted drafts."""
 
     @property
     def num_accepted_tokens_per_pos(self) -> Iterable[int]:
-        """The drafts that were right, by their place."""
+        """The accepted drafts by their place in their slice."""
 
 
 class DraftCounts(NamedTuple):
