@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import grpc
 import httpx2
@@ -13,15 +14,29 @@ import openai
 import pytest
 from rich.console import Console
 
+from decode_worker.role import DecodeRole
+from kvtransfer.api import KvRegion, Region
 from pdserve.commands import tables
-from pdserve.core.speculation import DraftCounts
-from pdserve.core.worker import DRAFT_LINK_VERSION, LINK_VERSIONS
-from pdserve.rpc.codec import drafts_to_fields
+from pdserve.config import WorkerConfig
+from pdserve.core.blocks import BlockCounts
+from pdserve.core.ids import BlockId, Incarnation, WorkerId
+from pdserve.core.kv_layout import KvSpec
+from pdserve.core.sampling import FinishReason
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
+from pdserve.core.worker import DRAFT_LINK_VERSION, LINK_VERSIONS, Role, WorkerHello, WorkerLoad
+from pdserve.engine.schedule.collect import OutputToken
+from pdserve.rpc.codec import drafts_to_fields, hello_to_wire, load_to_wire
 from pdserve.rpc.v1 import common_pb2, inference_pb2, story_pb2
+from pdserve.worker.host import Host
+from pdserve.worker.link import RouterLink
+from pdserve.worker.messages import Command, Reserve, ReserveResult, StepEvents
 from router.http import serve_http
-from testkit.fake_worker import DECODE, PREFILL, FakeWorker
+from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from sim.faults.worker import LAYOUT
+from sim.world.server import FakeServer
+from testkit.fake_worker import DECODE, PREFILL
 
-from .local_cluster import LocalCluster, local_cluster
+from .local_cluster import TOKEN, LocalCluster, local_cluster, tiny_model
 
 DRAFTS = DraftCounts(4, 12, 6, (3, 2, 1))
 TOLD = {
@@ -53,6 +68,89 @@ async def drafting(**config: Any) -> AsyncIterator[tuple[LocalCluster, str]]:
             yield cluster, f"http://127.0.0.1:{server.port}"
         finally:
             await server.close()
+
+
+@dataclass(slots=True)
+class PlayedWorker:
+    """The role of a decode worker behind its own end of a link. The test plays the engine: of each request all tokens come in
+    one step, and the last one tells of drafts."""
+
+    cluster: LocalCluster
+    drafted: DraftCounts = NO_COUNTS
+    link: RouterLink = field(init=False)
+    role: DecodeRole = field(init=False)
+
+    def __post_init__(self) -> None:
+        hello = WorkerHello(
+            WorkerId("decode-0"), Role.DECODE, Incarnation(7), "127.0.0.1:1", tiny_model().card.fingerprint, LAYOUT.block_size,
+            16, MAX_MODEL_LEN, 4, "bfloat16", 8, link_version=LINK_VERSIONS.newest, max_num_batched_tokens=64,
+        )  # fmt: skip
+        self.link = RouterLink(
+            self.cluster.link_address,
+            TOKEN,
+            lambda: hello_to_wire(hello),
+            lambda: load_to_wire(WorkerLoad(BlockCounts(16, 16, 0, 0, 0), speculation=self.drafted)),
+            heartbeat_interval_s=0.05,
+            router_lost_s=30.0,
+            on_command=lambda command: self.role.on_command(command),
+            on_lost=lambda: None,
+        )
+        host = Host(
+            config=WorkerConfig("decode-0", self.cluster.link_address),
+            card=CARD,
+            kv_spec=KvSpec((LAYOUT,)),
+            regions=(KvRegion.of(LAYOUT, Region(1 << 20, 16, LAYOUT.block_bytes)),),
+            tokenizer=TOKENIZER,
+            max_model_len=MAX_MODEL_LEN,
+            incarnation=hello.incarnation,
+            transport="nixl",
+            transfer=cast(Any, None),
+            agent_metadata=b"",
+            address=hello.address,
+            server=cast(Any, FakeServer()),
+            submit=self._submit,
+            send=self.link.send,
+        )
+        self.role = DecodeRole(host)
+
+    def _submit(self, command: Command) -> None:
+        if isinstance(command, Reserve):
+            asyncio.get_running_loop().call_soon(self._serve, command)
+
+    def _serve(self, command: Reserve) -> None:
+        self.role.on_step(StepEvents(reserved=(ReserveResult(command.seq_id, ((BlockId(1),),)),)))
+        last = command.spec.sampling.max_tokens - 1
+        tokens = [OutputToken(command.seq_id, index, 3, None) for index in range(last)]
+        tokens.append(OutputToken(command.seq_id, last, 3, FinishReason.LENGTH, speculation=DRAFTS))
+        self.drafted = self.drafted.plus(DRAFTS)
+        self.role.on_step(StepEvents(tokens=tuple(tokens)))
+
+
+def test_what_an_engine_tells_reaches_clients_and_the_page_of_metrics() -> None:
+    async def story() -> None:
+        async with local_cluster((), placement="colocated") as cluster, asyncio.TaskGroup() as tasks:
+            worker = PlayedWorker(cluster)
+            linked = tasks.create_task(worker.link.run())
+            await worker.link.connected.wait()
+            answer = await cluster.generate((1, 2, 3), 5)
+            assert answer.report.speculation == inference_pb2.Speculation(**TOLD)
+            server = await serve_http(cluster.service, cluster.parser, "127.0.0.1", 0)
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+                body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+                told = (await client.post("/v1/completions", json=body)).json()
+                assert told["pdserve"]["speculation"] == TOLD
+                details = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 6}
+                assert told["usage"]["completion_tokens_details"] == details
+                await _until(lambda: _told(cluster, "decode-0") == DRAFTS.plus(DRAFTS))
+                page = (await client.get("/metrics")).text
+                labels = f'{{engine="decode",model_name="{cluster.service.model_name}"}}'
+                assert f"vllm:spec_decode_num_accepted_tokens_total{labels} 12.0" in page.splitlines()
+            await server.close()
+            assert worker.role.idle
+            linked.cancel()
+            await worker.role.close()
+
+    run(story())
 
 
 def test_grpc_tells_each_choice_its_own_drafts() -> None:
@@ -171,7 +269,7 @@ def test_operators_see_drafts_in_metrics_in_the_state_and_in_stories() -> None:
                 answers = [await cluster.generate((1, 2, 3), 5, request_id="mine") for _ in range(2)]
                 assert all(answer.report.decode_worker == fast.worker_id for answer in answers)
                 both = DRAFTS.plus(DRAFTS)
-                await _until(lambda: _told(cluster, fast) == both)
+                await _until(lambda: _told(cluster, fast.worker_id) == both)
                 page = (await client.get("/metrics", params={"workers": "1"})).text.splitlines()
                 of_pool = f'engine="decode",model_name="{cluster.service.model_name}"'
                 assert f"vllm:spec_decode_num_drafts_total{{{of_pool}}} 8.0" in page
@@ -199,8 +297,8 @@ def test_operators_see_drafts_in_metrics_in_the_state_and_in_stories() -> None:
     run(story())
 
 
-def _told(cluster: LocalCluster, worker: FakeWorker) -> DraftCounts | None:
-    loads = [one.load for one in cluster.service._core.registry if one.hello.worker_id == worker.worker_id]
+def _told(cluster: LocalCluster, name: str) -> DraftCounts | None:
+    loads = [one.load for one in cluster.service._core.registry if one.hello.worker_id == name]
     return loads[0].speculation if loads else None
 
 
