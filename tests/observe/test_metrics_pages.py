@@ -142,8 +142,12 @@ def test_drafts_of_a_pool_add_up_over_all_lives_of_its_workers(steps: list[tuple
         assert own in page
         if then == "starts anew":
             lives[name], counts[name] = lives[name] + 2, NO_COUNTS
+        kept = f"vllm:spec_decode_num_drafts_total{of_pool} {len(drafted)}.0"
         if then == "leaves":
-            assert f"vllm:spec_decode_num_drafts_total{of_pool} {len(drafted)}.0" in page_of(metrics)
+            assert kept in page_of(metrics)
+            for told in (None, NO_COUNTS):  # it dials again, and has not told anything yet
+                silent = dataclasses.replace(WORKER, hello=hello, load=dataclasses.replace(LOAD, speculation=told))
+                assert kept in page_of(metrics, silent)
 
 
 def test_a_cluster_that_does_not_draft_shows_nothing_of_it() -> None:
