@@ -419,8 +419,8 @@ class RouterConfig(RouterConstants):
     # port. "*" allows all names. If set, this holds for other addresses as well.
     allowed_hosts: tuple[str, ...] = ()
     # Classes of requests by name, such as {chat: {ttft_s: 0.4, priority: 10}}. A class has `ttft_s`, `tpot_s`, `priority`,
-    # `queue_share`, `urgent`, `client` and `max_deadline_s`. Built-in are default, voice, code, chat and batch; fields that are
-    # not set here stay as they are.
+    # `queue_share`, `urgent`, `client`, `max_deadline_s` and `num_speculative_tokens`. Built-in are default, voice, code, chat
+    # and batch; fields that are not set here stay as they are.
     slo_classes: dict[str, dict[str, Any]] = field(default_factory=dict)
     # A request that names no class belongs to this one.
     default_class: str = "default"

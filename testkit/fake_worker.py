@@ -17,8 +17,9 @@ from typing import Any, Self
 import grpc.aio
 
 from pdserve.core.kv_layout import ceil_div
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from pdserve.rpc.bundle import Outbound, unbundled
-from pdserve.rpc.codec import pack_ids, unpack_ids
+from pdserve.rpc.codec import drafts_to_fields, pack_ids, unpack_ids
 from pdserve.rpc.status import CLUSTER_TOKEN_METADATA
 from pdserve.rpc.v1 import common_pb2, decode_pb2, link_pb2, link_pb2_grpc, prefill_pb2, story_pb2
 from pdserve.worker.link import RouterLink
@@ -120,11 +121,14 @@ class FakeWorker:
     budget: int = 0  # the tokens of a step, after SetBudget; 0: as at the start
     seqs: int = 0  # the sequences that may run, likewise
     explains: bool = True  # it answers questions about requests
+    drafts: DraftCounts | None = None  # the drafts that it tells of each request; None: it drafts nothing
     gate: asyncio.Event = field(default_factory=asyncio.Event)  # while it is cleared, there are no tokens and no commits
 
     # A test reads these.
     commands: list[str] = field(default_factory=list)  # "bind", "prefill", "attach", "cancel", "drain", "set_budget", in order
     cancelled: list[int] = field(default_factory=list)  # handles that were live when cancelled
+    drafted: DraftCounts = NO_COUNTS  # the drafts that it has told of requests, which its heartbeats tell as well
+    draft_limits: list[int | None] = field(default_factory=list)  # of each bind and prefill, in order
     alive_seen: int = 0  # answers to heartbeats
     refused: grpc.aio.AioRpcError | None = None  # the error with which the router closed the link
 
@@ -253,6 +257,7 @@ class FakeWorker:
         counts = common_pb2.BlockCounts(total=self.num_blocks, free=self.num_blocks - held, held=held)
         return common_pb2.WorkerLoad(
             blocks=counts,
+            speculation=None if self.drafts is None else drafts_to_fields(self.drafted),
             running_sequences=len(self._sequences),
             draining=self.draining,
             engine_stalled_s=self.engine_stalled_s,
@@ -290,6 +295,7 @@ class FakeWorker:
             return
         if kind in ("bind", "prefill"):
             self._last_handle = command.handle
+            self.draft_limits.append(command.spec.draft_limit if command.spec.HasField("draft_limit") else None)
         if self.draining and kind in ("bind", "prefill"):
             self._fail(command.handle, common_pb2.ERROR_REASON_UNAVAILABLE, "draining")
             return
@@ -371,6 +377,8 @@ class FakeWorker:
         token_id, text, finish = self._draw(sequence, index)
         if self.role == PREFILL or finish != _UNFINISHED:
             self._sequences.pop(sequence.handle, None)
+        told = self.drafts if finish != _UNFINISHED else None
+        self.drafted = self.drafted.plus(told or NO_COUNTS)
         return link_pb2.StepRow(
             handle=sequence.handle,
             index=index,
@@ -379,6 +387,7 @@ class FakeWorker:
             finish_reason=finish,
             logprobs=logprobs_at(index, sequence.sampling),
             stop_string=self._stop_string(token_id, sequence.sampling),
+            speculation=None if told is None else drafts_to_fields(told),
         )
 
     def _stop_string(self, token_id: int, sampling: common_pb2.SamplingParams) -> int:

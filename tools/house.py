@@ -43,6 +43,7 @@ SEAMS: Final = {
     "Device": "what fulfils it needs a GPU, and the order of the steps is tested without one",
     "Grouped": "what fulfils it loads Triton",
     "Runner": "what fulfils it loads torch, and the thread that steps it is tested without a model",
+    "ToldCounts": "the messages of the link and of the client API fulfil it as well",
     "Tap": "the simulated world knows no fault; a simulation plugs in what watches and kills",
 }
 """Protocols with one class here, each with the reason why it stays."""

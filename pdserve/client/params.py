@@ -77,6 +77,9 @@ class Options(TypedDict, total=False):
     cache_salt: str
     slo_class: str
     session_id: str
+    speculation: str
+    """auto or off."""
+    num_speculative_tokens: int
     n: int
     best_of: int
     beam_width: int

@@ -91,12 +91,13 @@ def to_json(message: inference_pb2.GenerateResponse) -> str:
 
 def summary(message: inference_pb2.GenerateResponse) -> str:
     """Describe in one line how the request was served: tokens, workers, times, KV bytes."""
-    from pdserve.commands.tables import millis, size
+    from pdserve.commands.tables import acceptance, millis, size
 
     report, usage = message.report, message.usage
     workers = f"{report.prefill_worker} -> {report.decode_worker}" if report.prefill_worker else report.decode_worker
+    drafts = f"; {acceptance(report.speculation)}" if report.speculation.num_drafts else ""
     return (
         f"{usage.prompt_tokens} + {usage.output_tokens} tokens on {workers} ({report.placement_reason}); "
         f"TTFT {millis(report.ttft_s)}, TPOT {millis(report.tpot_s)}; "
-        f"KV moved {size(report.kv_bytes)}, exposed transfer {millis(report.exposed_transfer_s)}"
+        f"KV moved {size(report.kv_bytes)}, exposed transfer {millis(report.exposed_transfer_s)}{drafts}"
     )

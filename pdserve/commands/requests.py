@@ -97,6 +97,16 @@ def request_options(command: Command) -> Command:
             default="",
             help="Name of the conversation, for the policy session_affinity: it sends later turns to the same workers.",
         ),
+        click.option(
+            "--speculation",
+            type=click.Choice(["auto", "off"]),
+            help="Speculative decoding, which changes no token: as the workers find it useful, or not at all (default: auto).",
+        ),
+        click.option(
+            "--num-speculative-tokens",
+            type=UINT32,
+            help="Let a step verify at most so many drafts (0 to 64; default: as the class says).",
+        ),
         click.option("--model", default="", help="Fail if the cluster serves another model (default: accept any)."),
         placement,
     ]
@@ -134,6 +144,8 @@ def build(
     cache_salt: str = "",
     slo_class: str = "",
     session_id: str = "",
+    speculation: str | None = None,
+    num_speculative_tokens: int | None = None,
     model: str = "",
     placement: str | None = None,
     request_id: str = "",
@@ -166,6 +178,8 @@ def build(
         cache_salt=cache_salt,
         slo_class=slo_class,
         session_id=session_id,
+        speculation=speculation,
+        num_speculative_tokens=num_speculative_tokens,
         placement=codec.placement_to_wire(Placement(placement) if placement else None),
     )
     if deadline_s is not None:

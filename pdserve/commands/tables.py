@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pdserve.config import MIB
 from pdserve.core.shards import Degrees
+from pdserve.core.speculation import DraftCounts, ToldCounts
 from pdserve.core.worker import VersionRange, niced
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 
@@ -108,7 +109,7 @@ def _by_role(reports: Sequence[WorkerReport], said: Callable[[WorkerReport], str
 
 def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
     """Draw the pools and the classes of requests, then the reasons why workers are not ready, damaged KV, niced workers, pairs
-    set aside, gangs, the instruction sets of compiled steps, and versions that differ.
+    set aside, gangs, the instruction sets of compiled steps, how many drafts were right, and versions that differ.
 
     width: columns of the terminal. A wide terminal also shows how many tokens each pool holds.
     """
@@ -136,6 +137,7 @@ def status(state: inference_pb2.GetClusterStateResponse, width: int) -> Group:
         *_gangs(state.workers),
         *_sets(state.workers),
         *_engines(state.workers),
+        *_drafts(state.workers),
         *_versions(state.workers),
     )
 
@@ -182,6 +184,21 @@ def _sets(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
         if worker.hello.isa:
             alike.setdefault(worker.hello.isa, []).append(worker.hello.worker_id)
     return [Text(f"{', '.join(worker_ids)}: steps compiled for {isa}") for isa, worker_ids in alike.items()]
+
+
+def _drafts(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:
+    """Make one line for each worker that has drafted since its start."""
+    return [
+        Text(f"{worker.hello.worker_id}: {acceptance(worker.load.speculation)}")
+        for worker in workers
+        if worker.load.speculation.num_drafts
+    ]
+
+
+def acceptance(told: ToldCounts) -> str:
+    """Say how many drafts were right, and how many tokens a step with drafts gave."""
+    counts = DraftCounts.told(told)
+    return f"{counts.acceptance_rate:.1%} of its drafts were right, {counts.acceptance_length:.2f} tokens a step with drafts"
 
 
 def _versions(workers: Iterable[inference_pb2.WorkerState]) -> list[Text]:

@@ -19,6 +19,7 @@ __all__ = [
     "settings",
     "shards",
     "slo",
+    "speculation",
     "step_plan",
     "structured",
     "worker",

@@ -8,6 +8,7 @@ import msgspec
 
 from pdserve.core.errors import ErrorCode, Overloaded, PdserveError
 from pdserve.core.sampling import FinishReason, Placement
+from pdserve.core.speculation import DraftCounts
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class Report(msgspec.Struct, frozen=True):
     ttft_met: bool | None = None
     tpot_met: bool | None = None
     cached_tokens: int | None = None  # None: no worker has reported it
+    speculation: DraftCounts | None = None  # None: no worker has told of drafts
 
     def values(self) -> dict[str, Any]:
         """Return the fields by name. `dataclasses.asdict` would copy deeply, which takes 30 us once or twice a request."""
@@ -106,6 +108,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
             f"tpot_ms={_ms(report.tpot_s)} total_ms={_ms(report.total_s)} kv_bytes={report.kv_bytes} "
             f"exposed_transfer_ms={_ms(report.exposed_transfer_s)} attempts={report.attempts} binds={report.binds}"
         )
+        if report.speculation is not None:
+            drafts = report.speculation
+            text += f" draft_tokens={drafts.num_draft_tokens} accepted_tokens={drafts.num_accepted_tokens}"
         if report.correlation_id:
             text += f" correlation_id={report.correlation_id!r}"
         if report.slo_class:

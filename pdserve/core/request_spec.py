@@ -8,6 +8,7 @@ from typing import Final
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, field_types, limited
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.speculation import MAX_DRAFTS
 from pdserve.core.structured.constraint import Constraint
 
 
@@ -31,7 +32,7 @@ class RequestSpec:
     to meet it. 0: there is no target."""
     client: int = 0
     """A number for the client's connection, by which workers let prompts of several clients take turns. 0: it is not known."""
-    draft_limit: int | None = None
+    draft_limit: int | None = limited(None, IntRange(0, MAX_DRAFTS))
     """The most drafts that a step verifies for the request, as speculative decoding has them. 0: it takes none. None: the
     worker's settings alone decide. No token depends on it."""
     constraint: Constraint | None = None

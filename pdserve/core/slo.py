@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings.types import check_types
+from pdserve.core.speculation import MAX_DRAFTS
 
 _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # it is a label of metrics and a header's value
 
@@ -41,6 +42,9 @@ class SloClass:
     """Clients may name the class. Otherwise only requests that name none belong to it, where it is the default class."""
     max_deadline_s: float | None = None
     """The longest deadline, in seconds, that a request of the class may ask for. None: only the router's limit bounds it."""
+    num_speculative_tokens: int | None = None
+    """The most drafts of a step for a request of the class that names no limit itself. 0: none. None: the workers' settings
+    alone decide."""
 
     def ttft_met(self, ttft_s: float) -> bool | None:
         """Tell whether a first token after this time meets the target. None: there is no target."""
@@ -80,6 +84,7 @@ class _Settings:
     urgent: bool
     client: bool
     max_deadline_s: _TargetS | None
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None
 
 
 _KNOWN: Final = tuple(one.name for one in dataclasses.fields(_Settings))

@@ -80,8 +80,10 @@ TRANSFER_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
 class Metrics:
     """The metrics of one router. They have a registry of their own, so that two routers in one process stay apart."""
 
-    def __init__(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], ClusterSnapshot], model_name: str = "") -> None:
+        """`model_name` is the name of the served model, a label of the metrics that have vLLM's names."""
         self._snapshot = snapshot
+        self._model_name = model_name
         self._pools = PoolCounters()
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("pdserve_requests", "Finished requests.", ["outcome"], registry=registry)
@@ -164,7 +166,9 @@ class Metrics:
         """Return all metrics and those of a snapshot in the text format of Prometheus. Without `per_worker`, the workers are
         shown by pool alone. One thread at a time may call it, which need not be that of the loop."""
         self._pools.add(cluster.workers)
-        state = _Families([*_cluster(cluster), *self._pools.collect(), *(_workers(cluster) if per_worker else ())])
+        state = _Families(
+            [*_cluster(cluster), *self._pools.collect(self._model_name), *(_workers(cluster) if per_worker else ())]
+        )
         return generate_latest(state) + generate_latest(self._registry)
 
 
@@ -209,6 +213,12 @@ def _workers(cluster: ClusterSnapshot) -> Iterator[Metric]:
     yield from scaling_metrics.utilisation(cluster.workers)
     yield _blocks(cluster.workers)
     yield from _experts(cluster.workers)
+    drafting = [
+        ((worker.hello.worker_id, worker.hello.role.value), worker.load.speculation)
+        for worker in cluster.workers
+        if worker.load.speculation is not None
+    ]
+    yield from pool_metrics.drafts("pdserve_worker_spec_decode_", ("worker", "role"), drafting)
     for name, text, read in _WORKER_GAUGES:
         family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=["worker", "role"])
         for worker in cluster.workers:

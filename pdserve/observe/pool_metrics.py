@@ -10,7 +10,8 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pdserve.core.ids import Incarnation
-from pdserve.core.worker import Role, WorkerLoad
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
+from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import WorkerSnapshot
 
 COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
@@ -28,8 +29,15 @@ COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
 )
 """What workers count from their start: name, explanation, value."""
 
+_DRAFTS: Final = {
+    "num_drafts": "Proposals of one draft token or several that steps verified.",
+    "num_draft_tokens": "Their draft tokens.",
+    "num_accepted_tokens": "The draft tokens that were right.",
+}
+
 KEPT_AWAY: Final = 4096
-"""So many workers that are not linked are remembered, with 0.3 KiB each. A forgotten worker counts from 0 if it returns."""
+"""So many workers that are not linked are remembered, with 0.3 KiB each, and 1 KiB if they draft. A forgotten
+worker counts from 0 if it returns."""
 
 Reduce = Callable[[Iterable[float]], float]
 _GAUGES: Final[tuple[tuple[str, str, Reduce, Callable[[WorkerSnapshot], float]], ...]] = (
@@ -60,7 +68,11 @@ class PoolCounters:
     def __init__(self) -> None:
         self._seen: dict[Incarnation, list[float]] = {}
         """The most that each worker has counted so far, those that were linked last at the end."""
+        self._drafted: dict[Incarnation, DraftCounts] = {}
+        """The same of the drafts of those workers that draft."""
         self._totals = {role: [0.0] * len(COUNTERS) for role in Role}
+        self._drafts: dict[Role, DraftCounts] = {}
+        """The drafts of each pool that has had a worker that drafts."""
 
     def add(self, workers: Sequence[WorkerSnapshot]) -> None:
         """Add what the workers have counted since the last call. What one counts after its last call is not added. A worker
@@ -73,16 +85,47 @@ class PoolCounters:
                 new = max(0.0, read(worker.load) - most[place])
                 most[place] += new
                 totals[place] += new
+            if worker.load.speculation is not None:
+                self._draft(worker.hello, worker.load.speculation)
         for incarnation in list(self._seen)[: max(0, len(self._seen) - len(workers) - KEPT_AWAY)]:
             del self._seen[incarnation]
+            self._drafted.pop(incarnation, None)
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the counters."""
+    def _draft(self, hello: WorkerHello, counts: DraftCounts) -> None:
+        most = self._drafted.get(hello.incarnation, NO_COUNTS)
+        new = counts.since(most)
+        self._drafted[hello.incarnation] = most.plus(new)
+        self._drafts[hello.role] = self._drafts.get(hello.role, NO_COUNTS).plus(new)
+
+    def collect(self, model_name: str) -> Iterator[Metric]:
+        """Yield the counters. `model_name` is the name of the served model."""
+        pools = [((model_name, role.value), counts) for role, counts in self._drafts.items()]
+        yield from drafts("vllm:spec_decode_", ("model_name", "engine"), pools)
         for place, (name, text, _) in enumerate(COUNTERS):
             family = CounterMetricFamily(f"pdserve_pool_{name}", text, labels=["role"])
             for role, totals in self._totals.items():
                 family.add_metric([role.value], totals[place])
             yield family
+
+
+def drafts(
+    prefix: str, labels: tuple[str, ...], drafting: Sequence[tuple[tuple[str, ...], DraftCounts]]
+) -> Iterator[CounterMetricFamily]:
+    """Yield the counters of drafts, with vLLM's names after `prefix`. `drafting` has the values of the labels and the counts of
+    each worker or pool that drafts. If there is none, there are no counters, as in vLLM."""
+    if not drafting:
+        return
+    for name, text in _DRAFTS.items():
+        family = CounterMetricFamily(prefix + name, text, labels=labels)
+        for values, counts in drafting:
+            family.add_metric(values, getattr(counts, name))
+        yield family
+    text = "Drafts that were right, by their place in the proposal."
+    by_place = CounterMetricFamily(f"{prefix}num_accepted_tokens_per_pos", text, labels=(*labels, "position"))
+    for values, counts in drafting:
+        for place, accepted in enumerate(counts.num_accepted_tokens_per_pos):
+            by_place.add_metric((*values, str(place)), accepted)
+    yield by_place
 
 
 def gauges(workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ from pdserve.core.request_spec import RequestSpec
 from pdserve.core.roofline import Utilisation
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, Placement, SamplingParams, TokenLogprobs
 from pdserve.core.slo import ClassDemand, DemandCounts
+from pdserve.core.speculation import MAX_DRAFTS, DraftCounts
 from pdserve.core.structured.constraint import FIELD, Constraint, ConstraintKind
 from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.rpc.v1 import common_pb2, decode_pb2, inference_pb2, link_pb2, peer_pb2, story_pb2
@@ -250,6 +251,11 @@ def _experts_from_wire(wire: common_pb2.ExpertLoad) -> ExpertLoad:
     return ExpertLoad(wire.choices, wire.imbalance, wire.worst_imbalance, hottest)
 
 
+def drafts_to_fields(counts: DraftCounts) -> dict[str, Any]:
+    """Write counts of drafts as the fields of their message, for a message around it."""
+    return {**counts._asdict(), "num_accepted_tokens_per_pos": counts.num_accepted_tokens_per_pos[:MAX_DRAFTS]}
+
+
 _HELLO: Final = FieldCodec(
     WorkerHello,
     common_pb2.WorkerHello,
@@ -263,6 +269,7 @@ _LOAD: Final = FieldCodec(
     common_pb2.WorkerLoad,
     blocks=(_counts_to_fields, _counts_from_wire),
     experts=(_experts_to_fields, _experts_from_wire),
+    speculation=(drafts_to_fields, DraftCounts.told),
 )
 
 

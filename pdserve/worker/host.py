@@ -31,6 +31,7 @@ from pdserve.core.ids import FIRST_DIRECT_HANDLE, Handle, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.structured.constraint import FIELD
 from pdserve.core.structured.grammar_state import GrammarState
 from pdserve.core.worker import OWN_ENGINE, EngineTraits
@@ -38,9 +39,9 @@ from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.observe.story import Story, StoryRing, Value
 from pdserve.rpc import codec
 from pdserve.rpc.channel import open_channel
-from pdserve.rpc.codec import entries_to_wire, finish_to_wire, logprobs_to_wire
+from pdserve.rpc.codec import drafts_to_fields, entries_to_wire, finish_to_wire, logprobs_to_wire
 from pdserve.rpc.status import to_reason
-from pdserve.rpc.v1 import link_pb2, story_pb2
+from pdserve.rpc.v1 import common_pb2, link_pb2, story_pb2
 from pdserve.rpc.v1.decode_pb2 import Bind
 from pdserve.rpc.v1.prefill_pb2 import Prefill
 from pdserve.structured.compilations import Compilations, StartGrammar, no_grammars
@@ -352,8 +353,10 @@ class OutputStream:
         finish_reason: FinishReason | None,
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        speculation: DraftCounts | None = None,
     ) -> link_pb2.StepRow:
-        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string.
+        """Return the row of this token. Its finish reason is STOP also when the token completes a stop string. Counts of drafts
+        go out with the last token only, whether the engine knows that it is the last or not.
 
         The engine's STOP is that of a stop token or, for any other token, that of a grammar which has ended.
         """
@@ -378,6 +381,8 @@ class OutputStream:
         )
         if self._text.stopped:
             row.stop_string = 1 + self._stops.index(self._text.stop_string)
+        if speculation is not None and finish_reason is not None:
+            row.speculation.CopyFrom(common_pb2.DraftCounts(**drafts_to_fields(speculation)))
         return row
 
 

@@ -89,9 +89,14 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the report by the field names of `RequestReport`. Durations are rounded to the microsecond."""
+    """Return the report by the field names of `RequestReport`. Durations are rounded to the microsecond. A request without
+    drafts has no `speculation`."""
     values = {name: round(value, 6) if type(value) is float else value for name, value in report.values().items()}
     values["placement"] = report.placement.value
+    if report.speculation is None:
+        del values["speculation"]
+    else:
+        values["speculation"] = report.speculation.summary()
     return values
 
 

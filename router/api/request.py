@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.limits import IntRange, MaxBytes, RealRange, limit_of
+from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import GREEDY_BELOW, Placement, SamplingParams
 from pdserve.core.structured.constraint import FIELD, Constraint
 from router.api.identity import new_request_id
@@ -160,6 +161,24 @@ class GenerateInput:
     there. Empty: none."""
     client: tuple[str, ...] = ()
     """The names of the client, its connection and its call, as `ClientNames` makes them. Empty: the client is not known."""
+
+
+SPECULATION: Final = ("auto", "off")
+"""The values of the field `speculation`. The first one is the default."""
+
+
+def draft_options(speculation: str | None, num_speculative_tokens: int | None) -> dict[str, int]:
+    """Return the option `draft_limit` of a request with these two fields, of which None is one that the client did not set. The
+    request has no such option if both leave the drafts to the settings. Raises `InvalidRequest` naming the field."""
+    if speculation is not None and speculation not in SPECULATION:
+        raise InvalidRequest(f"must be one of {', '.join(SPECULATION)}, got {speculation!r:.100}", field="speculation")
+    if num_speculative_tokens is not None:
+        limit_of(RequestSpec, "draft_limit", IntRange).check("num_speculative_tokens", num_speculative_tokens)
+    if speculation != "off":
+        return {} if num_speculative_tokens is None else {"draft_limit": num_speculative_tokens}
+    if num_speculative_tokens:
+        raise InvalidRequest(f"must be 0 beside speculation off, got {num_speculative_tokens}", field="num_speculative_tokens")
+    return {"draft_limit": 0}
 
 
 MAX_CHOICES: Final = IntRange(1, 128)

@@ -22,6 +22,7 @@ from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import PackedLogprobs, Placement
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from pdserve.core.speculation import ToldCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from router.api.answer import Delta
 
@@ -245,6 +246,10 @@ class Row(Protocol):
     def prompt_logprobs(self) -> PackedLogprobs:
         """The log-probabilities of all prompt tokens but the first. They come with output token 0, if the request asks for
         them."""
+
+    @property
+    def speculation(self) -> ToldCounts:
+        """The drafts of the request on this worker, with its last token. Without any there is no slice."""
 
 
 class StepRows(msgspec.Struct, frozen=True):

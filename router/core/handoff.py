@@ -67,6 +67,8 @@ class Tokens:
         """Take a row, and return the effects of the tokens that may go out now. It is no generator, to cost less."""
         request = work.request
         delta = delta_of(row, request.spec)
+        if delta.finish_reason is not None:
+            request.told(row.speculation)
         if request.machine.state is _S.DECODING and work.role is Role.DECODE:
             ready = request.output.accept(delta)
             if ready and request.times.attempt.first_decode_s is None:  # a row that came before is no decoded token

@@ -15,6 +15,7 @@ from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FINISH_BY_NUMBER, Placement, unpack_logprobs
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from pdserve.core.speculation import DraftCounts, ToldCounts, total
 from pdserve.core.worker import Role, WorkerHello
 from pdserve.observe.story import Story, StoryRing
 from router.api.answer import Delta
@@ -450,6 +451,8 @@ class LiveRequest:
     cached_tokens: int | None = None
     """The prompt tokens that the attempt which drew the first output token did not compute. None: no worker has reported
     them."""
+    speculation: DraftCounts | None = None
+    """The drafts of all attempts that came to their last token. None: no worker has told of drafts."""
     committed: KvCommitted | None = None
     """The report that decode has the KV of this attempt. The machine of its work says when it may come."""
 
@@ -499,6 +502,11 @@ class LiveRequest:
         if not self.emitted:
             self.cached_tokens = None if tokens is None else min(tokens, len(self.spec.prompt_ids))
 
+    def told(self, counts: ToldCounts) -> None:
+        """Add the drafts of an attempt, as its worker tells them with the last token. None of them is told as none."""
+        if counts.num_drafts:
+            self.speculation = total((self.speculation, DraftCounts.told(counts)))
+
     @property
     def suspect(self) -> bool:
         """The request must run alone, because several workers died under it."""
@@ -541,6 +549,7 @@ class LiveRequest:
             prompt_tokens=len(self.spec.prompt_ids),
             output_tokens=tokens,
             cached_tokens=self.cached_tokens,
+            speculation=self.speculation,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             queue_s=_span(arrived_s, times.had_room_s),

@@ -336,7 +336,11 @@ class Requests:
         """Keep the story. This may be repeated when the end of the request has failed."""
         state = request.machine.state
         why: dict[str, Value] = {} if error is None else {"error": error.code, "message": error.message}
-        request.story.note(now_s, StoryKind.ENDED, state=state, tokens=len(request.emitted), **why)
+        drafts: dict[str, Value] = {}
+        if (told := request.speculation) is not None:
+            drafts = {"draft_tokens": told.num_draft_tokens, "accepted_tokens": told.num_accepted_tokens}
+            drafts["acceptance_length"] = told.acceptance_length
+        request.story.note(now_s, StoryKind.ENDED, state=state, tokens=len(request.emitted), **drafts, **why)
         if request.probe is None:
             self.stories.ended(request.story, state)
 

@@ -38,10 +38,19 @@ _FINISH: Final = _const("stop", "length", "tool_calls", None)
 _NAMED: Final = {"id": _TEXT, "created": _COUNT, "model": _TEXT}
 _LOGPROBS: Final = {"type": ["object", "null"]}
 _CACHED: Final = {**_COUNT, "description": "The prompt tokens that were not computed, because their KV was cached."}
+_ACCEPTED: Final = {**_COUNT, "description": "The drafts that were right, where a worker has drafted for the request."}
 _USAGE: Final = _object(
     {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
     prompt_tokens_details=_object({"cached_tokens": _CACHED}),
-    completion_tokens_details=_object({"reasoning_tokens": {**_COUNT, "description": "Those of a chat."}}),
+    completion_tokens_details=_object(
+        {},
+        reasoning_tokens={**_COUNT, "description": "Those of a chat."},
+        accepted_prediction_tokens=_ACCEPTED,
+        rejected_prediction_tokens={
+            **_COUNT,
+            "description": "Those that were wrong, which `completion_tokens` does not count.",
+        },
+    ),
 )
 _CALL: Final = _object({"id": _TEXT, "type": _const("function"), "function": _object({"name": _TEXT, "arguments": _TEXT})})
 _REASONING: Final = {**_TEXT, "description": "What the model thought. Both names have the same text."}

@@ -58,6 +58,8 @@ FIELDS: Final[dict[str, str]] = {
     "slo_class": "The name of the request's class of targets, like the header X-SLO-Class.",
     "session_id": "The name of the conversation, like the header X-Session-Id. Its turns find their cached prompt.",
     "prompt_cache_key": "OpenAI's name of `session_id`, which goes first.",
+    "speculation": "Speculative decoding, which changes no token: `auto` as the workers find it useful, `off` not at all.",
+    "num_speculative_tokens": "The most drafts of a step that the request takes. 0 means `off`. Left out: as its class says.",
     "priority": "Requests with a lower number are served first, as in vLLM. A negative one needs a setting of the router.",
     "tools": "The functions that the model may call.",
     "tool_choice": "The calls that the output may or must have: none, auto, required, or one function.",

@@ -270,4 +270,6 @@ def _report(report: Report) -> inference_pb2.RequestReport:
     for name in (*_COUNTS, "retry_reasons", "rebinds", "migrations"):
         del values[name]
     values["placement"] = placement_to_wire(report.placement)
+    if report.speculation is not None:
+        values["speculation"] = report.speculation.summary()
     return inference_pb2.RequestReport(**values)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.sampling import FinishReason
+from pdserve.core.speculation import total
 from router.api.answer import Delta, Generation
 from router.api.request import likeliest
 from router.api.router_api import RouterApi
@@ -122,7 +123,8 @@ def _usage(call: Call, generations: Sequence[Generation], output_tokens: int, re
     leaders = generations[:: call.choices.best_of]
     cached = [one.report.cached_tokens for one in leaders]
     known = None if None in cached else sum(tokens or 0 for tokens in cached)
-    return usage(sum(one.prompt_len for one in leaders), output_tokens, known, reasoning_tokens if call.chat else None)
+    prompt_tokens, reasoning = sum(one.prompt_len for one in leaders), reasoning_tokens if call.chat else None
+    return usage(prompt_tokens, output_tokens, known, reasoning, total(one.report.speculation for one in generations))
 
 
 def _logprobs_of(api: RouterApi, call: Call, index: int) -> LogprobsFormat | None:

@@ -54,6 +54,8 @@ class GenerateBody(Scalars, kw_only=True):
     placement: str | None = None
     slo_class: str | None = None
     session_id: str | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int | None = None
 
 
 class InputTensor(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -184,6 +184,8 @@ class Body(Scalars, kw_only=True):
     placement: str | None = None
     slo_class: str | None = None
     session_id: str | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int | None = None
     prompt_cache_key: str | None = None
     return_token_ids: bool | None = None
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from pdserve.core.report import Report
 from pdserve.core.sampling import FinishReason
+from pdserve.core.speculation import DraftCounts
 from router.api.answer import CallDelta, Delta, report_json, timeline
 from router.openai.json import encode_json
 from router.openai.request import Call
@@ -42,10 +43,15 @@ def event(payload: Any) -> bytes:
 
 
 def usage(
-    prompt_tokens: int, output_tokens: int, cached_tokens: int | None = None, reasoning_tokens: int | None = None
+    prompt_tokens: int,
+    output_tokens: int,
+    cached_tokens: int | None = None,
+    reasoning_tokens: int | None = None,
+    speculation: DraftCounts | None = None,
 ) -> dict[str, Any]:
     """Return OpenAI's usage object. `cached_tokens`: the prompt tokens that were not computed. None: they are not known.
-    `reasoning_tokens`: those of a chat. None: it is no chat, or not its end."""
+    `reasoning_tokens`: those of a chat. None: it is no chat, or not its end. `speculation`: the drafts of all choices, of
+    which the output tokens do not count the wrong ones. None: there were none."""
     totals: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -53,8 +59,12 @@ def usage(
     }
     if cached_tokens is not None:
         totals["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-    if reasoning_tokens is not None:
-        totals["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    if speculation is not None:
+        details["accepted_prediction_tokens"] = speculation.num_accepted_tokens
+        details["rejected_prediction_tokens"] = speculation.num_draft_tokens - speculation.num_accepted_tokens
+    if details:
+        totals["completion_tokens_details"] = details
     return totals
 
 

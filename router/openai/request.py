@@ -33,6 +33,7 @@ from router.api.request import (
     Prompt,
     check_beams,
     check_number,
+    draft_options,
     sampled,
 )
 from router.openai.body import (
@@ -320,7 +321,7 @@ def read_options(body: CompletionBody | ChatBody) -> dict[str, Any]:
     options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     if (priority := _in_range("priority", body.priority, _PRIORITY)) is not None:
         options["priority"] = -priority  # vLLM's clients write a lower number for what goes first, the router a higher one
-    return options
+    return options | draft_options(body.speculation, body.num_speculative_tokens)
 
 
 def _in_range(field: str, value: int | None, limit: IntRange) -> int | None:

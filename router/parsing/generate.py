@@ -29,6 +29,7 @@ from router.api.request import (
     ToolChoice,
     ToolMode,
     check_beams,
+    draft_options,
     sampled,
 )
 from router.openai.prompt import MAX_TOOLS, read_tools, read_variables
@@ -158,7 +159,11 @@ def generate_input(
         session_id=request.session_id,
         constraint=constraint_from_wire(request.structured_outputs) if request.HasField("structured_outputs") else None,
         tool_choice=_tool_choice(request.tool_choice),
-        options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS},
+        options={descriptor.name: value for descriptor, value in request.ListFields() if descriptor.name in OPTIONS}
+        | draft_options(
+            request.speculation or None,
+            request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pdserve.core.error_table import CLASSES
 from pdserve.core.errors import ErrorCode, InvalidRequest, Overloaded, PdserveError
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from router.core import events as ev
 
 Plain = dict[str, Any]
@@ -53,6 +54,7 @@ class RecordedRow:
     logprobs: RecordedLogprobs = RecordedLogprobs()
     prompt_logprobs: RecordedLogprobs = RecordedLogprobs()
     stop_string: int = 0
+    speculation: DraftCounts = NO_COUNTS
 
 
 def to_plain(value: Any) -> Plain:
@@ -122,7 +124,10 @@ def _recorded(row: ev.Row) -> RecordedRow:
     logprobs, of_prompt = [
         RecordedLogprobs(tuple(p.chosen), tuple(p.top_ids), tuple(p.top)) for p in (row.logprobs, row.prompt_logprobs)
     ]
-    return RecordedRow(row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, logprobs, of_prompt, row.stop_string)
+    told = DraftCounts.told(row.speculation)
+    return RecordedRow(
+        row.handle, row.index, tuple(row.ids), row.text, row.finish_reason, logprobs, of_prompt, row.stop_string, told
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -132,5 +137,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value] if value and not isinstance(value[0], int | str) else list(value)
+        ends = value[:1], value[-1:]  # lists of ids are long; counts of drafts begin with a number and end with a list
+        return list(value) if all(isinstance(item, int | str) for end in ends for item in end) else [*map(_finite, value)]
     return value

@@ -190,10 +190,14 @@ class Admission:
             )
 
     def _options(self, given: Mapping[str, Any], slo: SloClass) -> Mapping[str, Any]:
-        """Return the options with the priority of the class added. The sum stays within the limits of a request's priority."""
-        if not slo.priority:
-            return given
-        return {**given, "priority": min(_PRIORITY.high, max(_PRIORITY.low, given.get("priority", 0) + slo.priority))}
+        """Return the options with the priority of the class added, and its limit of drafts where the request has none. The sum
+        stays within the limits of a request's priority."""
+        of_class: dict[str, Any] = {}
+        if slo.priority:
+            of_class["priority"] = min(_PRIORITY.high, max(_PRIORITY.low, given.get("priority", 0) + slo.priority))
+        if slo.num_speculative_tokens is not None and "draft_limit" not in given:
+            of_class["draft_limit"] = slo.num_speculative_tokens
+        return {**given, **of_class} if of_class else given
 
     def _deadline_s(self, asked: float | None, slo: SloClass) -> float:
         limit_s = min(self._config.max_deadline_s, slo.max_deadline_s or self._config.max_deadline_s)

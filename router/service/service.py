@@ -98,7 +98,7 @@ class RouterService:
         self._started_s = clock()
         self._notes = notes
         self._attainment = Attainment()
-        self._metrics = Metrics(self.snapshot)
+        self._metrics = Metrics(self.snapshot, model.name)
         self._bound = BoundLimits()
         self._pages = MetricsPages(self.snapshot, self._metrics.page, clock)
         seed = secrets.randbits(64) if seed is None else seed

@@ -16,6 +16,7 @@ from pdserve.core.block_hash import PrefixDelta
 from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, SeqId, WorkerId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.sampling import FINISH_BY_NUMBER, FinishReason, PackedLogprobs
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from pdserve.core.worker import Role, WorkerHello, WorkerLoad
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.worker.host import CountedCommands
@@ -66,6 +67,7 @@ class SimRow:
     logprobs: PackedLogprobs
     prompt_logprobs: PackedLogprobs = _NO_LOGPROBS
     stop_string: int = 0
+    speculation: DraftCounts = NO_COUNTS
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +227,9 @@ class PerfWorker:
                 drawn = list(run)
                 reason: FinishReason | None = drawn[-1].finish_reason
                 ids = tuple([token.token_id for token in drawn])
-                rows.append(SimRow(placed.handle, drawn[0].output_index, ids, b"", _NUMBER_OF[reason], _NO_LOGPROBS))
+                row = SimRow(placed.handle, drawn[0].output_index, ids, b"", _NUMBER_OF[reason], _NO_LOGPROBS)
+                told = drawn[-1].speculation
+                rows.append(row if told is None else replace(row, speculation=told))
                 if reason is not None:
                     ended.append(placed)
         return rows, ended

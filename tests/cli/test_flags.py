@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from pdserve.cli import main
 from pdserve.commands import demo, requests, settings
 from pdserve.commands.failures import one_line_errors
+from pdserve.commands.generate import summary
 from pdserve.commands.prompts import PromptStream
 from pdserve.config import ClusterConfig
 from pdserve.core.errors import ConfigError, Unavailable
@@ -249,6 +250,28 @@ def test_every_way_to_pick_tokens_has_its_flag() -> None:
     sampling = seen[0].sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.25)
     assert (dict(sampling.logit_bias), sampling.logprobs) == ({7: -100.0, 8: 0.5}, 3)
+
+
+def test_flags_limit_the_drafts_of_a_request_and_the_summary_says_how_many_were_right() -> None:
+    seen: list[inference_pb2.GenerateRequest] = []
+
+    @click.command()
+    @requests.request_options
+    def command(**fields: Any) -> None:
+        seen.append(requests.build(text="hi", **fields))
+
+    for arguments in ("", "--speculation off", "--num-speculative-tokens 0"):
+        assert CliRunner().invoke(command, arguments.split(), catch_exceptions=False).exit_code == 0
+    asked = [(one.speculation, one.HasField("num_speculative_tokens")) for one in seen]
+    assert asked == [("", False), ("off", False), ("", True)]
+    assert CliRunner().invoke(command, ["--speculation", "on"]).exit_code == 2
+
+    drafts = inference_pb2.Speculation(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
+    report = inference_pb2.RequestReport(speculation=drafts)
+    assert summary(inference_pb2.GenerateResponse(report=report)).endswith(
+        "; 37.5% of its drafts were right, 2.50 tokens a step with drafts"
+    )
+    assert "drafts" not in summary(inference_pb2.GenerateResponse())
 
 
 def test_demo_counts_only_requests_whose_kv_crossed() -> None:

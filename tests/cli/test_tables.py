@@ -64,6 +64,11 @@ def test_status_shows_a_budget_that_an_operator_has_lowered() -> None:
         assert "of 8192" not in _shown(state(8192), width)
 
 
+def test_status_says_nothing_of_drafts_where_none_were_made() -> None:
+    workers = [inference_pb2.WorkerState(hello=PREFILL, load={"speculation": {}}), inference_pb2.WorkerState(hello=PREFILL)]
+    assert "drafts" not in _shown(inference_pb2.GetClusterStateResponse(workers=workers))
+
+
 @pytest.mark.parametrize("width", [100, 200])
 def test_status_shows_utilisation_on_100_columns_with_a_dash_for_the_unknown(width: int) -> None:
     blocks = {"total": 32768, "free": 32000, "held": 768}

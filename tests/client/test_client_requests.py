@@ -41,7 +41,7 @@ VALUES: dict[str, Any] = {
 OPTIONS: dict[str, Any] = {
     "model": "m", "request_id": "r", "deadline_s": 5.0, "priority": 3, "placement": "colocated", "cache_salt": "s",
     "slo_class": "chat", "session_id": "c", "n": 2, "best_of": 3, "beam_width": 2, "length_penalty": 0.5,
-    "structured_outputs": {"regex": "a+"},
+    "structured_outputs": {"regex": "a+"}, "speculation": "auto", "num_speculative_tokens": 4,
 }  # fmt: skip
 CHATS: dict[str, Any] = {
     "tools": [{"type": "function"}], "tool_choice": "required", "parallel_tool_calls": False, "template_kwargs": {"x": 1},

@@ -111,6 +111,10 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
         ("router.slo_classes={mine: {queue_share: 1.5}}", r"slo_classes\.mine\.queue_share must be .*at most 1\), got 1.5"),
         ("router.slo_classes={a b: {}}", r"router\.slo_classes\.a b: 'a b' is not the name of a class"),
         ("router.slo_classes={mine: {client: 1}}", r"slo_classes\.mine\.client must be true or false, got 1"),
+        (
+            "router.slo_classes={mine: {num_speculative_tokens: 65}}",
+            r"slo_classes\.mine\.num_speculative_tokens must be .*at most 64.*, got 65",
+        ),
         ("router.slo_classes={mine: {max_deadline_s: 0}}", r"slo_classes\.mine\.max_deadline_s must be a number \(over 0"),
         (
             "router.fairness_key=cookie",

@@ -276,12 +276,12 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["presence_penalty", "frequency_penalty", "repetition_penalty"], (INT, FLOAT)),
     **dict.fromkeys(["priority", "max_tokens", "max_completion_tokens", "top_k", "seed", "min_tokens", "n"], (INT,)),
     **dict.fromkeys(["stream", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"], (BOOL,)),
-    "prompt_logprobs": (INT,),
+    **dict.fromkeys(["prompt_logprobs", "num_speculative_tokens"], (INT,)),
     "return_token_ids": (BOOL,),
     "stop_token_ids": (LIST,),
     "stop": (TEXT, LIST),
     "logit_bias": (OBJECT,),
-    **dict.fromkeys(["placement", "stream_options", "response_format", "structured_outputs"], ()),
+    **dict.fromkeys(["placement", "speculation", "stream_options", "response_format", "structured_outputs"], ()),
 }
 
 

@@ -6,7 +6,11 @@ import asyncio
 import dataclasses
 import threading
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pdserve.core.ids import Incarnation, WorkerId
+from pdserve.core.speculation import NO_COUNTS
 from pdserve.core.worker import Role
 from pdserve.observe.metrics import Metrics
 from pdserve.observe.metrics_pages import MAX_AGE_S, MetricsPages
@@ -105,6 +109,50 @@ def test_a_counter_of_a_pool_does_not_fall_when_a_worker_leaves_or_starts_anew()
     assert drawn(worker("d", 1, 150)) == "207.0", "the first d is back, as the same process"
     assert drawn(worker("d", 1, 0)) == "207.0", "it dials again, and has not told anything yet"
     assert drawn(worker("d", 1, 151)) == "208.0"
+
+
+SLICES = st.lists(st.integers(0, 4), min_size=1, max_size=6)
+"""How many of the four drafts of each slice were right."""
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["d", "e"]), SLICES, st.sampled_from(["goes on", "starts anew", "leaves"])), max_size=8)
+)
+def test_drafts_of_a_pool_add_up_over_all_lives_of_its_workers(steps: list[tuple[str, list[int], str]]) -> None:
+    """A worker is seen after all that it drafted. Then it may go on, start again as another process, or leave for a while."""
+    metrics = Metrics(lambda: EMPTY, "m")
+    lives, counts = {"d": 1, "e": 2}, {"d": NO_COUNTS, "e": NO_COUNTS}
+    drafted: list[int] = []
+    for name, accepted, then in steps:
+        drafted += accepted
+        for one in accepted:
+            counts[name] = counts[name].add(4, one)
+        hello = dataclasses.replace(HELLO, worker_id=WorkerId(name), incarnation=Incarnation(lives[name]))
+        load = dataclasses.replace(LOAD, speculation=counts[name])
+        page = page_of(metrics, dataclasses.replace(WORKER, hello=hello, load=load), per_worker=True)
+        found = dict(line.rsplit(" ", 1) for line in page if line.startswith("vllm:"))
+        of_pool = '{engine="decode",model_name="m"}'
+        assert found[f"vllm:spec_decode_num_drafts_total{of_pool}"] == f"{len(drafted)}.0"
+        assert found[f"vllm:spec_decode_num_draft_tokens_total{of_pool}"] == f"{4 * len(drafted)}.0"
+        assert found[f"vllm:spec_decode_num_accepted_tokens_total{of_pool}"] == f"{sum(drafted)}.0"
+        places = [sum(one > place for one in drafted) for place in range(max(drafted))]
+        assert [value for line, value in found.items() if "per_pos_total" in line] == [f"{count}.0" for count in places]
+        assert all(f'position="{place}"' in line for place, line in enumerate(x for x in found if "per_pos_total" in x))
+        own = f'pdserve_worker_spec_decode_num_drafts_total{{role="decode",worker="{name}"}} {counts[name].num_drafts}.0'
+        assert own in page
+        if then == "starts anew":
+            lives[name], counts[name] = lives[name] + 2, NO_COUNTS
+        kept = f"vllm:spec_decode_num_drafts_total{of_pool} {len(drafted)}.0"
+        if then == "leaves":
+            assert kept in page_of(metrics)
+            for told in (None, NO_COUNTS):  # it dials again, and has not told anything yet
+                silent = dataclasses.replace(WORKER, hello=hello, load=dataclasses.replace(LOAD, speculation=told))
+                assert kept in page_of(metrics, silent)
+
+
+def test_a_cluster_that_does_not_draft_shows_nothing_of_it() -> None:
+    """As in vLLM: a rule over these metrics finds no series, and no zeros that look like bad drafts."""
+    assert not [line for line in page_of(Metrics(lambda: EMPTY), WORKER, per_worker=True) if "spec_decode" in line]
 
 
 def test_a_page_by_pool_does_not_grow_with_the_cluster() -> None:

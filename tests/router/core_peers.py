@@ -15,8 +15,10 @@ from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.slo import DEFAULT_CLASS, SloClass
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.structured.constraint import Constraint
 from pdserve.core.worker import LINK_VERSIONS, PEER_VERSIONS, Role, WorkerHello, WorkerLoad, used_features
+from pdserve.rpc.codec import drafts_to_fields
 from pdserve.rpc.v1 import common_pb2, link_pb2
 from router.core import events as ev
 from router.core.router_core import RouterCore
@@ -84,6 +86,8 @@ class Peer:
     """Whose KV it was sent to read."""
     cached_tokens: int | None = None
     """The tokens of each prompt that it says to have. None: it does not tell."""
+    drafts: DraftCounts | None = None
+    """The drafts that it tells of each job with its last token. None: it drafts nothing."""
     fault: Callable[[Job], PdserveError | None] = lambda job: None
     """Returns the error with which it gives up a job instead of its next token. None: the token comes."""
 
@@ -145,6 +149,8 @@ class Peer:
                 continue
             rows.append(row(handle, job.next_index, last=job.next_index + 1 >= job.work.spec.sampling.max_tokens))
             job.next_index += 1
+            if self.drafts is not None and rows[-1].finish_reason:
+                rows[-1].speculation.CopyFrom(common_pb2.DraftCounts(**drafts_to_fields(self.drafts)))
             if self.hello.role is Role.PREFILL or rows[-1].finish_reason:
                 del self.jobs[handle]
         if rows:

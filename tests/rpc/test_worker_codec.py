@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.limits import field_types
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.speculation import MAX_DRAFTS, NO_COUNTS, DraftCounts
 from pdserve.core.worker import MOST_HOT, ExpertLoad, HotExpert, Role, WorkerHello, WorkerLoad
 from pdserve.observe.snapshot import ClusterSnapshot, WorkerSnapshot
 from pdserve.rpc import codec
@@ -35,6 +41,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
         FLOATS,
         st.lists(st.builds(HotExpert, NUMBERS, NUMBERS, FLOATS), max_size=MOST_HOT).map(tuple),
     ),
+    DraftCounts | None: st.none()
+    | st.builds(DraftCounts, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=MAX_DRAFTS).map(tuple)),
     BlockCounts: st.lists(st.integers(0, 1 << 20), min_size=4, max_size=4).map(lambda n: BlockCounts(sum(n), *n)),
 }
 
@@ -75,6 +83,47 @@ def test_a_worker_that_names_more_hot_experts_than_it_may_is_cut() -> None:
     many = ExpertLoad(1, 1.0, 1.0, (HotExpert(1, 2, 3.0),) * (MOST_HOT + 5))
     wire = codec.load_to_wire(WorkerLoad(BlockCounts(4, 4, 0, 0, 0), experts=many))
     assert codec.load_from_wire(wire).experts == ExpertLoad(1, 1.0, 1.0, many.hottest[:MOST_HOT])
+
+
+def test_a_worker_that_drafts_and_has_not_drafted_yet_is_no_worker_that_does_not() -> None:
+    wire = codec.load_to_wire(WorkerLoad(BlockCounts(4, 4, 0, 0, 0), speculation=DraftCounts()))
+    assert codec.load_from_wire(common_pb2.WorkerLoad.FromString(wire.SerializeToString())).speculation == DraftCounts()
+
+
+def older(message: type[Message], leaves_out: Mapping[str, str]) -> type[Message]:
+    """Return the message as a release has it that lacks some fields: their names by those of their messages."""
+    pool = DescriptorPool()
+    files = {file.name: file for root in (link_pb2, common_pb2) for file in (root.DESCRIPTOR, *root.DESCRIPTOR.dependencies)}
+    for file in sorted(files.values(), key=lambda one: len(one.dependencies)):
+        copied = FileDescriptorProto()
+        file.CopyToProto(copied)
+        for one in copied.message_type:
+            for field in [field for field in one.field if leaves_out.get(one.name) == field.name]:
+                one.field.remove(field)
+            if one.name in leaves_out:  # `optional` gives each field a oneof of its own
+                del one.oneof_decl[:]
+                for field in one.field:
+                    field.ClearField("oneof_index")
+                    field.ClearField("proto3_optional")
+        pool.Add(copied)
+    return GetMessageClass(pool.FindMessageTypeByName(message.DESCRIPTOR.full_name))
+
+
+def test_a_side_of_an_older_release_reads_what_it_knows_beside_drafts() -> None:
+    """A router without drafts takes a row and a heartbeat of a worker that tells of them, and the other way round."""
+    counts = common_pb2.DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=2, num_accepted_tokens_per_pos=(1, 1))
+    lacks = {"StepRow": "speculation", "WorkerLoad": "speculation"}
+    row = link_pb2.StepRow(handle=3, index=2, ids=[7], text=b"x", speculation=counts)
+    load = common_pb2.WorkerLoad(running_sequences=4, speculation=counts)
+    for whole, name in ((row, "ids"), (load, "running_sequences")):
+        made = older(type(whole), lacks)
+        assert "speculation" not in made.DESCRIPTOR.fields_by_name
+        read = made.FromString(whole.SerializeToString())
+        assert getattr(read, name) == getattr(whole, name)
+        read.DiscardUnknownFields()
+        back = type(whole).FromString(read.SerializeToString())
+        assert not back.HasField("speculation")
+        assert DraftCounts.told(back.speculation) == NO_COUNTS
 
 
 @pytest.mark.parametrize("message", [common_pb2.WorkerLoad, inference_pb2.WorkerState])

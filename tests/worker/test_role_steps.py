@@ -16,6 +16,7 @@ from pdserve.core.ids import BlockId, Incarnation, SeqId
 from pdserve.core.kv_layout import KvSpec, Shortage
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.engine.schedule.collect import Advance, OutputToken
 from pdserve.rpc import codec
@@ -131,6 +132,38 @@ def test_a_token_whose_text_fails_costs_its_request_and_no_other_row_of_the_step
         assert decode.commands[-1] == Abort(SeqId(1))
         last = OutputToken(SeqId(2), 3, 3, FinishReason.LENGTH)
         decode.role.on_step(StepEvents(tokens=(last,)))
+        assert decode.role.idle
+        await decode.role.close()
+
+    run(story)
+
+
+def test_the_last_token_takes_the_drafts_of_its_request_along_whoever_knows_that_it_is_the_last():
+    """(1) The engine knows of one request's end, and tells of the drafts of both with every token: it does not know which one
+    completes a stop string. (2) Only the rows with an end have them."""
+    counts = {1: DraftCounts(2, 8, 5, (2, 2, 1)), 2: DraftCounts(1, 4, 0)}
+
+    async def story() -> None:
+        decode = bench(DecodeRole)
+        stopping = codec.spec_to_wire(
+            RequestSpec(PROMPT, SamplingParams(max_tokens=9, stop=(TOKENIZER.token_bytes(3).decode(),)))
+        )
+        for handle, spec in ((FIRST, stopping), (SECOND, SPEC)):
+            bound = decode_pb2.Bind(handle=handle, spec=spec, local_prefill=True)
+            decode.role.on_command(link_pb2.RouterMessage(bind=bound))
+        decode.role.on_step(StepEvents(reserved=tuple(ReserveResult(SeqId(seq), ((BlockId(seq),),)) for seq in (1, 2))))
+        drawn = [
+            OutputToken(SeqId(1), 0, 4, None, speculation=counts[1]),
+            OutputToken(SeqId(1), 1, 3, None, speculation=counts[1]),
+            OutputToken(SeqId(1), 2, 4, None, speculation=counts[1]),  # it was right as well, and comes after the stop string
+            OutputToken(SeqId(2), 0, 4, None, speculation=counts[2]),
+            OutputToken(SeqId(2), 1, 4, FinishReason.LENGTH, speculation=counts[2]),
+        ]
+        decode.role.on_step(StepEvents(tokens=tuple(drawn)))
+        rows = [row for m in decode.said if m.HasField("step_batch") for row in m.step_batch.rows]
+        told = [(row.handle, row.index, DraftCounts.told(row.speculation)) for row in rows if row.HasField("speculation")]
+        assert told == [(FIRST, 1, counts[1]), (SECOND, 1, counts[2])]
+        assert decode.commands[-1] == Abort(SeqId(1))
         assert decode.role.idle
         await decode.role.close()
 

@@ -131,7 +131,7 @@ class StepBatch(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ...) -> None: ...
 
 class StepRow(_message.Message):
-    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs", "prompt_logprobs", "stop_string")
+    __slots__ = ("handle", "index", "ids", "text", "finish_reason", "logprobs", "prompt_logprobs", "stop_string", "speculation")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class StepRow(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     handle: int
     index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -148,7 +149,8 @@ class StepRow(_message.Message):
     logprobs: _common_pb2.Logprobs
     prompt_logprobs: _common_pb2.Logprobs
     stop_string: int
-    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., stop_string: _Optional[int] = ...) -> None: ...
+    speculation: _common_pb2.DraftCounts
+    def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., stop_string: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.DraftCounts, _Mapping]] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("handle", "reason", "message", "pair_failed")

@@ -84,8 +84,8 @@ UNDIVIDED: Final = ("structured_outputs", "presence_penalty", "frequency_penalty
 so it would count it in no penalty, and begin a grammar behind it (docs/design/0086-what-a-vllm-pair-does.md)."""
 UNRESUMED: Final = ("structured_outputs",)
 """vLLM begins each grammar at its first word. Penalties only forget the tokens from before."""
-REFUSED: Final = ("prompt_logprobs",)
-"""The streams of vLLM's interface do not have them."""
+REFUSED: Final = ("prompt_logprobs", "speculation")
+"""The streams of vLLM's interface do not have the former, and a server takes no limit of drafts for a request."""
 EVENTS_TASK: Final = "KV events of vLLM"
 POLL_S: Final = 1.0
 WATCH_S: Final = 0.2

@@ -19,6 +19,7 @@ from pdserve.core.ids import Handle, Incarnation, LeaseId, RequestId, WorkerId
 from pdserve.core.report import Report
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, Placement, SamplingParams, TokenLogprobs
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.structured.constraint import Constraint, ConstraintKind
 from pdserve.core.worker import WorkerLoad
 from pdserve.rpc.v1 import common_pb2, link_pb2
@@ -53,7 +54,8 @@ ERRORS = st.sampled_from(sorted(CLASSES.values(), key=lambda cls: cls.code.value
         **({"retry_after_s": REALS} if issubclass(cls, Overloaded) else {}),
     )
 )
-ROWS = st.builds(RecordedRow, handle=COUNTS, index=st.integers(0, 99), ids=IDS, text=TEXTS.map(str.encode))
+DRAFTS = st.builds(DraftCounts, COUNTS, COUNTS, COUNTS, st.lists(COUNTS, max_size=3).map(tuple))
+ROWS = st.builds(RecordedRow, handle=COUNTS, index=st.integers(0, 99), ids=IDS, text=TEXTS.map(str.encode), speculation=DRAFTS)
 
 
 def strategy(cls: type[Any]) -> st.SearchStrategy[Any]:

@@ -24,6 +24,7 @@ from pdserve.rpc import codec
 from pdserve.rpc.v1 import common_pb2, inference_pb2
 from router.api.request import GenerateInput
 from router.core.events import Submit
+from router.kserve.request import parse_generate
 from router.openai.request import parse_chat, parse_completion
 from router.openai.responses.body import LOGPROBS
 from router.openai.responses.request import parse_responses
@@ -218,6 +219,60 @@ def test_a_class_and_a_session_reach_the_core_over_each_front_end(front: str) ->
     ):
         with pytest.raises(InvalidRequest, match=f"^{next(iter(fields))}: .*{names}"):
             send(**fields)
+
+
+DRAFTING: Final[tuple[tuple[dict[str, Any], int | None], ...]] = (
+    ({}, None),
+    ({"speculation": "auto"}, None),
+    ({"speculation": "off"}, 0),
+    ({"speculation": "off", "num_speculative_tokens": 0}, 0),
+    ({"num_speculative_tokens": 0}, 0),
+    ({"num_speculative_tokens": 64}, 64),
+    ({"speculation": "auto", "num_speculative_tokens": 3}, 3),
+)
+"""What a client asks for, and the limit of drafts that its request has without a class."""
+DRAFTING_WRONG: Final[tuple[tuple[dict[str, Any], str], ...]] = (
+    ({"speculation": "on"}, "speculation: must be one of auto, off, got 'on'"),
+    ({"num_speculative_tokens": 65}, "num_speculative_tokens: must be from 0 to 64, got 65"),
+    ({"speculation": "off", "num_speculative_tokens": 65}, "num_speculative_tokens: must be from 0 to 64, got 65"),
+    ({"speculation": "off", "num_speculative_tokens": 2}, "num_speculative_tokens: must be 0 beside speculation off, got 2"),
+)
+
+
+def drafting(front: str, fields: dict[str, Any], config: RouterConfig = DEFAULTS) -> int | None:
+    """Return the limit of drafts of a request with these fields."""
+    if front == "grpc":
+        wire = inference_pb2.GenerateRequest(text="x", **fields)
+        made = generate_input(wire, call_remaining_s=None, max_deadline_s=600.0, max_prompt_tokens=MODEL_LEN - 1)
+    elif front == "kserve":
+        made = parse_generate(json.dumps({"text_input": "x", **fields}).encode(), None).input
+    else:
+        parse, body = HTTP[front]
+        call = parse(json.dumps({**body, **fields}).encode(), None)
+        made = getattr(call, "call", call).inputs[0]
+    return admit(made, config).spec.draft_limit
+
+
+@pytest.mark.parametrize("front", [*FRONT_ENDS, "kserve"])
+def test_a_client_limits_the_drafts_of_its_request_over_each_front_end(front: str) -> None:
+    """A request that names no limit has that of its class; one that asks for "auto" names none."""
+    config = RouterConfig(slo_classes={"mine": {"num_speculative_tokens": 5}}, default_class="mine")
+    for fields, limit in DRAFTING:
+        assert drafting(front, fields) == limit
+        assert drafting(front, fields, config) == (5 if limit is None else limit)
+    for fields, message in DRAFTING_WRONG:
+        with pytest.raises(InvalidRequest) as caught:
+            drafting(front, fields)
+        assert str(caught.value) == message
+    if front != "grpc":
+        with pytest.raises(InvalidRequest, match=r"^num_speculative_tokens: must be from 0 to 64, got -1"):
+            drafting(front, {"num_speculative_tokens": -1})
+
+
+def test_the_core_takes_no_limit_of_drafts_that_workers_would_not() -> None:
+    for value, said in ((65, "must be from 0 to 64"), (True, "must be an integer")):
+        with pytest.raises(InvalidRequest, match=f"^draft_limit: {said}"):
+            admit(GenerateInput("x", options={"draft_limit": value}))
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 30), (5, 35), (-100, -70), (80, 100)])

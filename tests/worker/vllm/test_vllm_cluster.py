@@ -94,10 +94,13 @@ def test_a_cluster_serves_as_one_server_would_and_says_that_it_is_foreign() -> N
             pytest.raises(CallFailed, match=r"engine\.max_num_batched_tokens .*--max-num-seqs"),
         ):
             operator.set_budget(["decode-0"], common_pb2.ROLE_UNSPECIFIED, 256)
-        unknown = request(PROMPTS[5], max_tokens=6, prompt_logprobs=1, **GREEDY)
-        with pytest.raises(BaseExceptionGroup) as refused:
-            generate_all(cluster.grpc, [unknown])
-        assert "prompt_logprobs" in str(refused.value.exceptions[0])
+        undrafted = request(PROMPTS[5], max_tokens=6, **GREEDY)
+        undrafted.speculation = "off"
+        for unknown, field in ((request(PROMPTS[5], max_tokens=6, prompt_logprobs=1, **GREEDY), "prompt_logprobs"),
+                               (undrafted, "speculation")):  # fmt: skip
+            with pytest.raises(BaseExceptionGroup) as refused:
+                generate_all(cluster.grpc, [unknown])
+            assert f"{field}: " in str(refused.value.exceptions[0])
 
 
 def test_streams_go_on_when_one_of_two_decode_workers_is_killed() -> None:
