@@ -128,9 +128,9 @@ class SpeculativeConfig:
     # A step verifies at most so many drafts of one sequence. It verifies fewer, or none, where more would not pay. None is 16,
     # and 8 of a model's drafts.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] | None = None
-    # A lookup takes at least so many last tokens of the request, and at most so many.
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 16
+    # A lookup compares at least so many last tokens of the request, and at most so many.
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 32
     # The smaller model of "draft_model", as for `engine.model`. It must have the vocabulary of the large one.
     model: str = ""
     # The weights of "self" and of "draft_model" have so many bits. None is int4 for "self", and the model's own dtype for

@@ -288,7 +288,7 @@ LACKING: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("--seed",), "each request has its own seed"),
     (("--max-logprobs",), "the limit is always 20"),
     (("--structured-outputs-config",), "llguidance compiles all grammars"),
-    (("--speculative-config", "--enable-lora", "--cpu-offload-gb"), "this is not built yet (docs/roadmap.md)"),
+    (("--enable-lora", "--cpu-offload-gb"), "this is not built yet (docs/roadmap.md)"),
 )
 """Flags of `vllm serve` that do not exist here, each with what to do or to know instead. docs/vllm.md lists them as well."""
 SETTING_OF: Final = {flags[0].removeprefix("--").replace("-", "_"): setting for flags, setting, _, _ in FLAGS}

@@ -103,15 +103,15 @@ class TokenIndex:
             self._before_two.append(self._last_of_two[key])
             self._last_of_two[key] = place
 
-    def find(self, sequence: Sequence[int], least: int, known: Match = NO_MATCH) -> Match:
+    def find(self, sequence: Sequence[int], least: int, known: Match = NO_MATCH, longest: int = LONGEST) -> Match:
         """Return the longest match of the last tokens of a sequence among the candidates, the most recent one among equals.
 
         sequence: at least one token. It may be the list of this index, which has caught up with it.
         least: the fewest tokens of a match, 1 or 2. Single tokens are looked up only where a pair is not found.
-        known: a match that holds. Only a longer one is preferred to it.
+        known: a match that holds. Only a longer one is preferred to it. longest: more tokens are not compared.
         """
         tokens, length, at = self.tokens, known.length, known.at
-        longest = min(len(sequence), LONGEST)
+        longest = min(len(sequence), longest)
         if length >= longest:
             return known
         known_at = at if length else -1
@@ -275,7 +275,10 @@ class LookupDrafter:
     another one. Token ids fit into 64 bits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, least: int = 1, longest: int = LONGEST, recent: bool = True) -> None:
+        """least, longest: the fewest tokens of a match, and the most that are compared. recent: sequences that have ended are
+        searched as well."""
+        self._least, self._longest, self._recent = least, longest, recent
         self._live: dict[SeqId, _Live] = {}
         self._groups: dict[bytes, _Group] = {}  # the one that was used least recently is the first
         self._kept = 0  # the sum of their sizes
@@ -295,9 +298,9 @@ class LookupDrafter:
         was = live.source if group is not None and live.source is group.index else own
         known = live.known(tokens) if live.source is was else NO_MATCH
         source, kinds = own, _OWN
-        match = own.find(tokens, 1, known if was is own else NO_MATCH)
+        match = own.find(tokens, 1, known if was is own else NO_MATCH, self._longest)
         if group is not None and (match.length < OWN_ENOUGH or was is not own):
-            other = group.index.find(tokens, 2, known if was is not own else NO_MATCH)
+            other = group.index.find(tokens, 2, known if was is not own else NO_MATCH, self._longest)
             if other.length > match.length:
                 source, match, kinds = group.index, other, _RECENT
         if match.length:
@@ -306,7 +309,7 @@ class LookupDrafter:
             source, match, kind = was, known, _RESUMED[live.lost]
         live.length, live.last, live.source, live.match = len(tokens), tokens[-1], source, match
         at, most = match.at, view.most
-        if not at:
+        if not at or 0 < match.length < self._least:
             return NO_DRAFT
         copied = tuple(source.tokens[at : at + most])
         if source is own:
@@ -319,7 +322,7 @@ class LookupDrafter:
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens. Its group keeps the last of them."""
         self._live.pop(seq_id, None)
-        if not tokens:
+        if not tokens or not self._recent:
             return
         kept = self._groups.pop(group, None)
         self._kept -= 0 if kept is None else kept.size

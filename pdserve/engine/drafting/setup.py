@@ -46,7 +46,7 @@ def make_choice(directory: Path, card: ModelCard, config: EngineConfig, runner: 
         raise ConfigError(
             f"speculative_config.method is {how.method}, and this engine takes no drafts: {runner.drafts_obstacle}"
         )
-    lookup = LookupDrafter()
+    lookup = LookupDrafter(least=how.prompt_lookup_min, longest=how.prompt_lookup_max, recent=how.method != "ngram")
     model: ModelDrafter | None = None
     if how.method == "self":
         model = _self_drafter(directory, card, config, runner)
