@@ -30,7 +30,8 @@ class OutputToken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
     speculation: DraftCounts | None = None
-    """With the last output token: the drafts of the sequence on this worker. None: it had none."""
+    """With the last output token: the drafts of the sequence on this worker so far. None: it had none. Any token may be the last
+    one where the request has stop strings, so all have it then."""
 
 
 class Advance(NamedTuple):
@@ -207,7 +208,8 @@ class Collector:
         scores = () if seq.scores is None else seq.take_scores()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, None if reason is None else seq.speculation)
+        told = seq.speculation if reason is not None or seq.params.stop else None
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, told)
 
     def _append_run(
         self,

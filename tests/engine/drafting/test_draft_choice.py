@@ -27,9 +27,7 @@ tables = st.lists(st.floats(0.0, 1.0), min_size=12, max_size=12).map(
 )
 
 
-@given(
-    st.lists(shares, min_size=1, max_size=3), tables, st.integers(1, 9), st.lists(st.integers(0, 300), min_size=3, max_size=3)
-)
+@given(st.lists(shares, min_size=1, max_size=3), tables, st.integers(1, 9), st.integers(0, 300))
 @settings(max_examples=200)
 def test_the_best_number_of_drafts_is_found(survivals, costs, room, context):
     """Against all choices, where every draft reads the same context."""
