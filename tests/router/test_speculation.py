@@ -8,10 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import grpc
 import httpx2
 import openai
-import pytest
 from rich.console import Console
 
 from decode_worker.role import DecodeRole

@@ -110,6 +110,7 @@ class DraftChoice:
         self._odds = Odds()
         self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
+        self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._steps = 0  # for which drafts were looked for
@@ -119,7 +120,7 @@ class DraftChoice:
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds = [], {}
+        self._proposed, self._kinds, self._ended = [], {}, []
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -150,7 +151,12 @@ class DraftChoice:
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
-        """Learn from the step whose drafts were chosen last."""
+        """Learn from the step whose drafts were chosen last. Sequences that it has ended were forgotten before."""
+        self._learn(outcome)
+        for seq_id in self._ended:
+            self._odds.forget(seq_id)
+
+    def _learn(self, outcome: StepOutcome) -> None:
         for seq_id, drafted, accepted in outcome.verified:
             self._odds.learn(seq_id, self._kinds.get(seq_id, ""), drafted, accepted)
         if not self._proposed or self._steps % SAMPLED_STEPS:
@@ -171,6 +177,7 @@ class DraftChoice:
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens."""
         self._odds.forget(seq_id)
+        self._ended.append(seq_id)
         for drafter in (*self._drafters, *([self._model] if self._model is not None else [])):
             drafter.forget(seq_id, tokens, group)
 

@@ -157,6 +157,7 @@ class ModelDraft:
         self._block_size = block_size
         self._groups = groups
         self._longest = longest
+        self._num_blocks = num_blocks
         self._free = [BlockId(i) for i in range(num_blocks)]
         self._known: dict[SeqId, _Known] = {}
         self._timed = _Timed(costs)

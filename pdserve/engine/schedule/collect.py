@@ -30,8 +30,8 @@ class OutputToken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
     speculation: DraftCounts | None = None
-    """With the last output token: the drafts of the sequence on this worker so far. None: it had none. Any token may be the last
-    one where the request has stop strings, so all have it then."""
+    """With the last output token: the drafts of the sequence on this worker so far. None: it had none. Where the request has
+    stop strings, any token may be the last one, so all have it."""
 
 
 class Advance(NamedTuple):
