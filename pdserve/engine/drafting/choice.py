@@ -133,6 +133,8 @@ class DraftChoice:
             return NO_DRAFTS
         self._vain += 1
         views = source.draft_views(self._most)
+        if not views:
+            return NO_DRAFTS
         read = sum([len(view.tokens) for view in views])
         base = Base(sequences, StepSize(sequences + prompt_tokens, read), room)
         self._proposed = found = self._propose(views)

@@ -183,6 +183,14 @@ def test_the_room_of_a_step_is_kept():
     assert not choice.drafts(Source(0))
 
 
+def test_sequences_that_may_have_no_drafts_get_none_from_a_model_either():
+    model = Guesser("model", 1.0, place_s=0.01)
+    source = Source(2)
+    source.draft_views = lambda most: []  # type: ignore[method-assign]
+    assert not any(play(DraftChoice([], FREE, most=8, model=model), source, 200))
+    assert not model.asked
+
+
 def test_all_drafters_forget_a_sequence():
     drafters = [Guesser("a", 1.0), Guesser("b", 1.0)]
     model = Guesser("model", 1.0, place_s=0.1)
