@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_ways import WAYS
+from engine_ways import COMPILED, WAYS
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError, OutOfMemory
@@ -15,7 +15,7 @@ from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.step_plan import StepPlan
-from pdserve.engine.runner import DRAFTS_OBSTACLE, ModelRunner
+from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
@@ -68,9 +68,13 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
 
 
 def committed(runner: ModelRunner, table: tuple[int, ...], count: int) -> torch.Tensor:
-    """Return the KV of the first `count` tokens: [count, layers, 2, heads, dim]."""
-    blocks = runner.kv.caches[0].tensor[list(table)]
-    return blocks.movedim(-2, 1).flatten(0, 1)[:count].clone()
+    """Return the KV of the first `count` tokens, [count, layers, 2, heads, stored dim], and behind it the scales of their blocks."""
+    cache = runner.kv.caches[0]
+    numbers = cache.tensor[list(table)].movedim(-2, 1).flatten(0, 1)[:count]
+    if cache.scales is None:
+        return numbers.clone()
+    scales = cache.scales[list(table[: -(-count // BLOCK)])]
+    return torch.cat((numbers.flatten().view(torch.uint8), scales.contiguous().flatten().view(torch.uint8)))
 
 
 def guesses(outputs: list[list[OutputToken]], wrong: float, most: int) -> Guess:
@@ -78,7 +82,7 @@ def guesses(outputs: list[list[OutputToken]], wrong: float, most: int) -> Guess:
     rng = random.Random(3)
 
     def guess(i: int, known: int) -> tuple[int, ...]:
-        right = [token.token_id for token in outputs[i][known : known + rng.randint(0, most)]]
+        right = [token.token_id for token in outputs[i][known:-1][: rng.randint(0, most)]]
         return tuple(rng.randrange(512) if rng.random() < wrong else token_id for token_id in right)
 
     return guess
@@ -98,14 +102,18 @@ def test_tokens_and_kv_are_those_without_drafts(make_runner, way):
             assert drafted_steps < steps, "no draft was taken"
 
 
-def test_an_engine_with_quantised_kv_takes_no_drafts(make_runner):
-    runner = make_runner(dtype="bfloat16", kv_cache_dtype="int8")
-    assert runner.drafts_obstacle == DRAFTS_OBSTACLE
-    assert make_runner().drafts_obstacle is None
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64}
-    scheduler = Scheduler(BlockPools(8), BLOCK, **sizes, eos_token_ids=(), drafts_obstacle=runner.drafts_obstacle)
-    with pytest.raises(ConfigError, match="takes no drafts: kv_cache_dtype stores scaled blocks"):
-        scheduler.plan({SeqId(1): (5,)})
+@COMPILED
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3", "int4"])
+def test_tokens_and_bytes_of_quantised_kv_are_those_without_drafts(make_runner, kv_cache_dtype):
+    runner = make_runner(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    assert runner.drafts_obstacle is None
+    outputs, kv, steps = serve(runner, lambda *_: ())
+    for wrong, most in ((0.0, 7), (0.3, 7), (0.4, 5), (1.0, 3)):
+        drafted, drafted_kv, drafted_steps = serve(runner, guesses(outputs, wrong, most))
+        assert drafted == outputs
+        assert all(map(torch.equal, kv, drafted_kv))
+        if wrong < 1.0:
+            assert drafted_steps < steps, "no draft was taken"
 
 
 class Event:

@@ -68,6 +68,27 @@ struct Paged {
         return found;
     }
 
+    // Returns the bytes of this head in a block, scales included.
+    long head_bytes() const { return (key == value ? 1 : 2) * (block_size * Kv::bytes(dim) + long(sizeof(float))); }
+
+    // Copies this head of a block.
+    void keep(const uint8_t* block, uint8_t* to) const {
+        each_run([&](long at, long size) { std::memcpy(to, block + at, size), to += size; });
+    }
+
+    // Copies what `keep` has kept back into the block.
+    void restore(const uint8_t* from, uint8_t* block) const {
+        each_run([&](long at, long size) { std::memcpy(block + at, from, size), from += size; });
+    }
+
+    // Calls f(at, size) for the bytes [at, at + size) of a block that this head has.
+    template <class F>
+    void each_run(const F& f) const {
+        const long size = block_size * Kv::bytes(dim), scale = long(sizeof(float));
+        f(key, size), f(key_scale, scale);
+        if (value != key) f(value, size), f(value_scale, scale);
+    }
+
     uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
 
     uint8_t* row(long position, long part) const { return block(position) + part + position % block_size * Kv::bytes(dim); }

@@ -6,17 +6,32 @@
 
 namespace pdserve {
 
+// Returns the places of a head in blocks of no span: there is no table.
 template <class Kv>
-Paged<Kv> Model::paged(long span, long layer, long head) const {
+Paged<Kv> Model::places(long layer, long head) const {
     const PdLayer& of = layers_[layer].shape;
-    const PdGroup& group = step_->groups[of.group];
     const long size = step_->block_size, dim = of.head_dim, heads = of.all_kv_heads;
     const long units = layers_[layer].latent() ? heads : 2 * heads;  // of keys and of values; the rows of latent attention are both
     const long each = size * Kv::bytes(dim), all = groups_[of.group].layers * units;
     const long key = of.index * units + of.first_kv_head + head, value = key + units - heads;
     const long scale = Kv::kScaled ? long(sizeof(float)) : 0;
-    return {group.pool, group.tables + group.span_table[span], size, dim, all * (each + scale),
+    return {step_->groups[of.group].pool, nullptr, size, dim, all * (each + scale),
             key * each, value * each, all * each + key * scale, all * each + value * scale};
+}
+
+template <class Kv>
+Paged<Kv> Model::paged(long span, long layer, long head) const {
+    const PdGroup& group = step_->groups[layers_[layer].shape.group];
+    Paged<Kv> found = places<Kv>(layer, head);
+    found.table = group.tables + group.span_table[span];
+    return found;
+}
+
+// Returns the place where the block of a row is kept: its keys, their scale, its values and their scale.
+template <class Kv>
+uint8_t* Model::kept(long row, long layer, long head) {
+    const Layer& of = layers_[layer];
+    return kept_.data() + row * kept_bytes_ + of.kept_at + head * places<Kv>(layer, head).head_bytes();
 }
 
 // Adds the biases of heads [head, end) of qkv, and norms those of queries and keys.
@@ -106,7 +121,10 @@ template <class Kv>
 void Model::attend(int thread, long layer) {
     const std::vector<Task>& tasks = group_of(layer).tasks;
     own_[thread].attention[layers_[layer].shape.group].asker.clear();
-    pool_.queue(thread, long(tasks.size()), [&](long i) { run<Kv>(thread, tasks[i], layer); });
+    pool_.queue(thread, long(tasks.size()), [&](long i) {
+        if (tasks[i].drafts > 0) return run_drafted<Kv>(thread, tasks[i], layer);
+        run<Kv>(thread, tasks[i], layer);
+    });
 }
 
 // Adds the first tiles of the task that this thread will probably take next. If another thread is faster, some reads are wasted.
@@ -124,6 +142,32 @@ void Model::ask_for_next(int thread, long layer, Asker& asker) {
     }
 }
 
+// Computes the rows of a span with drafts as steps of one token do: each is written and then looks at the block as it is. What a
+// later row changes is kept, because the later row may turn out to be wrong.
+template <class Kv>
+void Model::run_drafted(int thread, const Task& task, long layer) {
+    const Layer& of = layers_[layer];
+    const long size = step_->block_size, first_row = span_row_[task.span], kv_heads = of.shape.kv_heads;
+    for (long row = 0; row <= task.drafts; row++) {
+        const long position = step_->span_start[task.span] + row;
+        if constexpr (Kv::kScaled) {
+            const Touched alone{task.span, first_row + row, position, 1};
+            const bool overwritten = row < task.drafts && (position + 1) % size != 0;
+            for (long head = task.head; head < task.head + task.heads; head++) {
+                put_scaled<Kv>(own_[thread], layer, alone, of.shape.heads + head);
+                if (!of.latent()) put_scaled<Kv>(own_[thread], layer, alone, of.shape.heads + kv_heads + head);
+                if (!overwritten) continue;
+                const Paged<Kv> kv = paged<Kv>(task.span, layer, head);
+                kv.keep(kv.block(position), kept<Kv>(kept_first_[task.span] + row, layer, head));
+            }
+        }
+        Task one = task;
+        one.begin = row, one.drafts = task.drafts - row;
+        one.chunk = one.chunk_first = scoring(layer).low(position) / kChunk, one.chunk_end = position / kChunk + 1;
+        run<Kv>(thread, one, layer);
+    }
+}
+
 template <class Kv>
 void Model::run(int thread, const Task& task, long layer) {
     Group& group = group_of(layer);
@@ -134,7 +178,9 @@ void Model::run(int thread, const Task& task, long layer) {
     const long dim = group.head_dim, value_dim = group.value_dim;
     const long width = layers_[layer].query_width(), out_width = layers_[layer].attended_width();
     const Scoring how = scoring(layer);
-    const auto following = [&] { ask_for_next<Kv>(thread, layer, s.asker); };
+    const auto following = [&] {
+        if (task.drafts == 0) ask_for_next<Kv>(thread, layer, s.asker);
+    };
     take_queries(query_.data() + row * width + first * dim, width, of, dim, s);
     if (task.part >= 0) {
         const long part = (task.part + task.chunk - task.chunk_first) * rows;
