@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from engine_ways import COMPILED, WAYS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pdserve.config import MIB, EngineConfig
 from pdserve.core.block_pools import BlockPools
-from pdserve.core.errors import ConfigError, OutOfMemory
+from pdserve.core.errors import OutOfMemory
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.shards import RankShare
 from pdserve.core.step_plan import StepPlan
+from pdserve.engine.kernels.support import triton_installed
+from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.layers.linear import COMPILED_SCHEMES
+from pdserve.engine.layers.ranks import Alone
+from pdserve.engine.layers.rows import TiledRows
+from pdserve.engine.models import choice
+from pdserve.engine.models import native_decoder as native
+from pdserve.engine.models.api import Model
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
+from tests.engine.drafted_rows import Case, cases, check_drafts
+from tests.engine.native.feature_models import MODELS, weights_of
 
 BLOCKS, BLOCK, LONGEST, OUTPUT = 96, 16, 160, 36
 Guess = Callable[[int, int], tuple[int, ...]]
@@ -68,7 +83,7 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
 
 
 def committed(runner: ModelRunner, table: tuple[int, ...], count: int) -> torch.Tensor:
-    """Return the KV of the first `count` tokens, [count, layers, 2, heads, stored dim], and behind it the scales of their blocks."""
+    """Return the KV of the first `count` tokens, [count, layers, 2, heads, dim]; quantised: all bytes, and those of the scales."""
     cache = runner.kv.caches[0]
     numbers = cache.tensor[list(table)].movedim(-2, 1).flatten(0, 1)[:count]
     if cache.scales is None:
@@ -114,6 +129,69 @@ def test_tokens_and_bytes_of_quantised_kv_are_those_without_drafts(make_runner, 
         assert all(map(torch.equal, kv, drafted_kv))
         if wrong < 1.0:
             assert drafted_steps < steps, "no draft was taken"
+
+
+QUANTISED = ("int8", "fp8_e4m3", "int4")
+COMPILED_MODELS = {name: MODELS[name] for name in ("qwen3", "mistral", "gemma3", "mixed", "latent", "latent_many", "mixtral")}
+
+
+@cache
+def compiled_model(name: str, kv_dtype: str) -> tuple[native.NativeDecoder, KvPool]:
+    spec = COMPILED_MODELS[name]
+    kv = KvPool(spec.kv_spec(BLOCK, kv_dtype), 4 * MIB, torch.device("cpu"), torch.bfloat16)
+    weights = weights_of(spec).map(lambda one: one.to(torch.bfloat16))
+    return native.NativeDecoder(RankShare(spec), weights, kv, 640, COMPILED_SCHEMES[None]), kv
+
+
+@COMPILED
+@pytest.mark.quick("qwen3-*", "mistral-int8", "latent-int8")
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("name", COMPILED_MODELS)
+@given(cases(), st.integers(0, 99), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None)
+def test_compiled_rows_of_drafts_are_those_of_single_steps(name, kv_dtype, cases, seed, threads):
+    """GQA, windows of 1 to 300 positions, several KV groups and latent attention."""
+    model, kv = compiled_model(name, kv_dtype)
+    model.threads = threads
+    check_drafts(model, [kv], cases, seed)
+
+
+@cache
+def torch_twin(name: str, kv_dtype: str, kind: str) -> tuple[Model, KvPool]:
+    """A model by torch or by Triton, whose functions of rows do not depend on other rows."""
+    spec = COMPILED_MODELS[name]
+    kv = KvPool(spec.kv_spec(BLOCK, kv_dtype), 4 * MIB, torch.device("cpu"), torch.float32)
+    ranks = Alone(RankShare(spec))
+    config = EngineConfig("toy", dtype="float32", batch_invariant=kind == "torch")
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        if kind == "Triton":
+            patch.setattr(choice, "triton_usable", lambda device: True)
+            patch.setattr(choice, "WholeRows", lambda: TiledRows(ranks.agree))
+            patch.setattr(choice, "_recorded", lambda *step: None)
+        model = choice.torch_model(weights_of(spec), kv, config, 640, ranks)
+    assert model.way == kind
+    return model, kv
+
+
+@pytest.mark.quick("qwen3-*", "latent-int8")
+@pytest.mark.parametrize("kv_dtype", [*QUANTISED, "float32"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "mixed", "latent"])
+@given(cases(most=120), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_rows_of_drafts_by_torch_are_those_of_single_steps(name, kv_dtype, cases, seed):
+    model, kv = torch_twin(name, kv_dtype, "torch")
+    check_drafts(model, [kv], cases, seed)
+
+
+@pytest.mark.skipif(not triton_installed(), reason="the kernels need Triton: pip install 'pdserve[gpu]'")
+@pytest.mark.quick("case0-qwen3-int8", "case0-qwen3-float32")
+@pytest.mark.parametrize("kv_dtype", [*QUANTISED, "float32"])
+@pytest.mark.parametrize("name", ["qwen3", "latent"])
+@pytest.mark.parametrize("case", [Case(14, 5, 2), Case(14, 5, 3), Case(3, 4, 1)])
+def test_rows_of_drafts_by_triton_are_those_of_single_steps(name, kv_dtype, case):
+    """The first has its block filled by row 2: rows 0 and 1 count, then rows 0 to 2."""
+    model, kv = torch_twin(name, kv_dtype, "Triton")
+    check_drafts(model, [kv], [case, Case(16, 0, 1), Case(5, 2, 2)], 1, company=False)
 
 
 class Event:
