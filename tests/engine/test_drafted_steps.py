@@ -83,7 +83,7 @@ def serve(runner: ModelRunner, guess: Guess) -> Served:
 
 
 def committed(runner: ModelRunner, table: tuple[int, ...], count: int) -> torch.Tensor:
-    """Return the KV of the first `count` tokens, [count, layers, 2, heads, dim]; quantised: all bytes, and those of the scales."""
+    """Return the KV of the first `count` tokens, [count, layers, 2, heads, dim]; quantised: their bytes and those of scales."""
     cache = runner.kv.caches[0]
     numbers = cache.tensor[list(table)].movedim(-2, 1).flatten(0, 1)[:count]
     if cache.scales is None:
