@@ -16,6 +16,7 @@ from pdserve.config import MIB, EngineConfig
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import OutOfMemory
 from pdserve.core.ids import SeqId
+from pdserve.core.model_spec import ModelSpec
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.shards import RankShare
@@ -28,11 +29,12 @@ from pdserve.engine.layers.rows import TiledRows
 from pdserve.engine.models import choice
 from pdserve.engine.models import native_decoder as native
 from pdserve.engine.models.api import Model
+from pdserve.engine.models.weights import ModelWeights
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.schedule.collect import OutputToken
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
-from tests.engine.drafted_rows import Case, cases, check_drafts
+from tests.engine.drafted_rows import ILL, Case, cases, check_drafts
 from tests.engine.native.feature_models import MODELS, weights_of
 
 BLOCKS, BLOCK, LONGEST, OUTPUT = 96, 16, 160, 36
@@ -135,22 +137,32 @@ QUANTISED = ("int8", "fp8_e4m3", "int4")
 COMPILED_MODELS = {name: MODELS[name] for name in ("qwen3", "mistral", "gemma3", "mixed", "latent", "latent_many", "mixtral")}
 
 
+def ill_weights(spec: ModelSpec) -> ModelWeights:
+    """Random weights. A draft that is `ILL` is no number from its first layer on, and neither is what its block then holds."""
+    weights = weights_of(spec)
+    weights.embedding[ILL] = float("nan")
+    return weights
+
+
 @cache
 def compiled_model(name: str, kv_dtype: str) -> tuple[native.NativeDecoder, KvPool]:
     spec = COMPILED_MODELS[name]
     kv = KvPool(spec.kv_spec(BLOCK, kv_dtype), 4 * MIB, torch.device("cpu"), torch.bfloat16)
-    weights = weights_of(spec).map(lambda one: one.to(torch.bfloat16))
+    weights = (weights_of if kv_dtype == "bfloat16" else ill_weights)(spec).map(lambda one: one.to(torch.bfloat16))
     return native.NativeDecoder(RankShare(spec), weights, kv, 640, COMPILED_SCHEMES[None]), kv
 
 
 @COMPILED
 @pytest.mark.quick("qwen3-*", "mistral-int8", "latent-int8")
-@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("kv_dtype", [*QUANTISED, "bfloat16"])
 @pytest.mark.parametrize("name", COMPILED_MODELS)
 @given(cases(), st.integers(0, 99), st.sampled_from([1, 2]))
 @settings(max_examples=40, deadline=None)
 def test_compiled_rows_of_drafts_are_those_of_single_steps(name, kv_dtype, cases, seed, threads):
-    """GQA, windows of 1 to 300 positions, several KV groups and latent attention."""
+    """GQA, windows of 1 to 300 positions, several KV groups and latent attention.
+
+    The rows of plain KV attend together, and a draft that is no number reaches those before it.
+    """
     model, kv = compiled_model(name, kv_dtype)
     model.threads = threads
     check_drafts(model, [kv], cases, seed)
@@ -168,7 +180,7 @@ def torch_twin(name: str, kv_dtype: str, kind: str) -> tuple[Model, KvPool]:
             patch.setattr(choice, "triton_usable", lambda device: True)
             patch.setattr(choice, "WholeRows", lambda: TiledRows(ranks.agree))
             patch.setattr(choice, "_recorded", lambda *step: None)
-        model = choice.torch_model(weights_of(spec), kv, config, 640, ranks)
+        model = choice.torch_model((ill_weights if kind == "torch" else weights_of)(spec), kv, config, 640, ranks)
     assert model.way == kind
     return model, kv
 

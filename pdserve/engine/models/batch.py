@@ -67,11 +67,8 @@ class Batch:
     real: Tensor | None = None  # [] int64 on the device: the rows of a recorded step that are not empty
 
 
-def make_batch(plan: StepPlan, caches: tuple[KvCache, ...], padded: int, *, alone: bool = False) -> Batch:
-    """Return a batch of `padded` rows, at least as many as the plan has tokens. Asserts that each token has a valid block.
-
-    alone: each row of a slice with drafts is a span of its own, as if it were a decode.
-    """
+def make_batch(plan: StepPlan, caches: tuple[KvCache, ...], padded: int) -> Batch:
+    """Return a batch of `padded` rows, at least as many as the plan has tokens. Asserts that each token has a valid block."""
     assert plan.slices
     device = caches[0].device
     ids: list[int] = []
@@ -82,7 +79,7 @@ def make_batch(plan: StepPlan, caches: tuple[KvCache, ...], padded: int, *, alon
         positions += range(piece.start, piece.start + len(piece.token_ids))
     tokens, padding = len(ids), [0] * (padded - len(ids))
     quantised = caches[0].layout.quantised
-    spans = tuple(_spans(plan, group, kv, alone=alone or quantised) for group, kv in enumerate(caches))
+    spans = tuple(_spans(plan, group, kv) for group, kv in enumerate(caches))
     return Batch(
         tokens=tokens,
         token_ids=torch.tensor(ids + padding, device=device),
@@ -126,8 +123,12 @@ def _renumbered(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(own)
 
 
-def _spans(plan: StepPlan, group: int, kv: KvCache, *, alone: bool) -> tuple[Span, ...]:
-    """Return the plan's sequences with their blocks of one group. alone: see `make_batch`."""
+def _spans(plan: StepPlan, group: int, kv: KvCache) -> tuple[Span, ...]:
+    """Return the plan's sequences with their blocks of one group.
+
+    Each row of a slice with drafts is a span of its own, so that it has the bits of a decode, and what is no number in a later
+    row does not reach it. Recordings of decodes fit it as well.
+    """
     spans: list[Span] = []
     row, size = 0, kv.layout.block_size
     for piece in plan.slices:
@@ -138,7 +139,7 @@ def _spans(plan: StepPlan, group: int, kv: KvCache, *, alone: bool) -> tuple[Spa
         written = span.block_table[span.start // size : ceil_div(span.end, size)]
         assert min(written) >= 0
         assert max(written) < kv.num_blocks
-        if alone and piece.drafts:
+        if piece.drafts:
             spans += [Span(row + i, span.start + i, 1, span.block_table) for i in range(span.count)]
         else:
             spans.append(span)

@@ -28,14 +28,13 @@ class BatchedDecoder:
         self._hidden = hidden
         self._caches = caches
         self._rows = backend.rows
-        self._alone = backend.draft_rows_alone
         self._turns: tuple[RowTurn, ...] = ()
         self.way = backend.name
 
     def forward(self, plan: StepPlan, rows: list[int], *, best_alone: bool = False) -> Logits | None:
         """Compute the plan, write its KV, and return the logits of `rows`; None when `rows` is empty."""
         self._turns = ()  # frees the copies of the last step
-        batch = make_batch(plan, self._caches, self._rows.padded(plan.num_tokens), alone=self._alone)
+        batch = make_batch(plan, self._caches, self._rows.padded(plan.num_tokens))
         self._turns = batch.turns
         hidden = self._hidden(batch)
         if not rows:

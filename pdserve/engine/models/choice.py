@@ -145,7 +145,7 @@ def _backend(ranks: Ranks, caches: tuple[KvCache, ...], *, invariant: bool) -> B
             None if one is None else TritonAttention(kv.paged, shape_of(one, kv.paged.block_size, kv.paged.format), kv.dtype)
             for kv, one in zip(caches, shared, strict=True)
         )
-        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap, "Triton", True)
+        return Backend(WholeRows(), by_kernels, tuple(TritonOps(kv.paged) for kv in caches), softcap, "Triton")
     fast = tuple(group and BoundedAttention(FastAttention(*group), group[-1]) for group in groups)
     return Backend(WholeRows(), fast, tuple(TorchOps(kv, fixed=False) for kv in caches), softcap)
 

@@ -48,8 +48,8 @@ class Backend:
     """The parts of a decoder that differ between ways to compute it: fast or batch-invariant, by torch or by Triton.
 
     attention, ops: one for each KV group; attention is None where a rank computes no head of the group. softcap: bounds logits.
-    name: what computes attention and operations. draft_rows_alone: attention takes the rows of drafts as decodes. skipped: the
-    layers of each KV group that lie before those of the rank's memory; empty: none do.
+    name: what computes attention and operations. skipped: the layers of each KV group that lie before those of the rank's
+    memory; empty: none do.
     """
 
     rows: Rows
@@ -57,7 +57,6 @@ class Backend:
     ops: tuple[Ops, ...]
     softcap: Softcap
     name: str = "torch"
-    draft_rows_alone: bool = False
     skipped: tuple[int, ...] = ()
 
 
