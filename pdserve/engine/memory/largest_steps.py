@@ -95,7 +95,8 @@ def _windowed(limits: StepLimits, gathered: int, window: int) -> StepPlan:
 
 def _drafted(limits: StepLimits) -> StepPlan:
     """Return a step with the most rows of drafts: it draws after as many rows as sequences may run."""
-    rest, longest, slices = limits.sequences, limits.max_model_len - 1, []
+    rest, longest = limits.sequences, limits.max_model_len - 1
+    slices: list[SequenceSlice] = []
     while rest > 0:
         count = min(rest, longest)
         slices.append(_slice(limits, len(slices), 0, count)._replace(samples=_DRAW * count))
