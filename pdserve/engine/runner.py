@@ -104,7 +104,7 @@ class ModelRunner:
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need at least as much memory as any step. Execute them only while the pool is unused."""
         limits = self._limits(config)
-        copies = self.kv.spec.quantised and self.drafts_obstacle is None
+        copies = config.speculative_config.drafts and self.kv.spec.quantised
         if not isinstance(self._model, native.NativeDecoder):
             return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=(), copies=copies)
         batches = {size for group in self.kv.spec.groups for size in native.split_batches(group.num_kv_heads)}

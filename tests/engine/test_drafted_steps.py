@@ -99,7 +99,7 @@ def guesses(outputs: list[list[OutputToken]], wrong: float, most: int) -> Guess:
     rng = random.Random(3)
 
     def guess(i: int, known: int) -> tuple[int, ...]:
-        right = [token.token_id for token in outputs[i][known:-1][: rng.randint(0, most)]]
+        right = [token.token_id for token in outputs[i][known : known + rng.randint(0, most)]]
         return tuple(rng.randrange(512) if rng.random() < wrong else token_id for token_id in right)
 
     return guess

@@ -72,7 +72,7 @@ def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(d
 DRAFTED = """
 from pdserve.checkpoint.card import ModelCard
 from pdserve.checkpoint.resolve import resolve
-from pdserve.config import MIB, EngineConfig
+from pdserve.config import MIB, EngineConfig, SpeculativeConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.step_plan import GREEDY, SequenceSlice, StepPlan
 from pdserve.engine.memory.host import resident_bytes
@@ -83,7 +83,7 @@ ROWS = 8192
 directory = resolve("tiny")
 config = EngineConfig(
     dtype="bfloat16", kv_cache_dtype="int8", kv_cache_memory=16 * MIB, device="cpu", threads=1, max_num_seqs=ROWS,
-    max_num_batched_tokens=ROWS,
+    max_num_batched_tokens=ROWS, speculative_config=SpeculativeConfig("ngram"),
 )
 runner = ModelRunner.load(directory, ModelCard.load(directory), config)
 settle(runner, config)
