@@ -342,6 +342,10 @@ class Model {
     template <class Kv>
     void run_drafted(int thread, const Task& task, long layer);
     template <class Kv>
+    void put_drafted(int thread, const Task& task, long layer, long row);
+    void take_queries(long span, long begin, long head, const Queries& of, long layer, AttentionScratch& s);
+    void finish_rows(long span, long begin, long head, const Queries& of, long layer, AttentionScratch& s);
+    template <class Kv>
     void ask_for_next(int thread, long layer, Asker& asker);
     void merge_parts(const Task& task, long layer, Own& own);
     template <class Kv>

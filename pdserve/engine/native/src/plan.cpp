@@ -246,11 +246,13 @@ void Model::fit_attention(const PdStep& step) {
         own.attention.resize(groups_.size());
         for (size_t i = 0; i < groups_.size(); i++) {
             const Group& group = groups_[i];
-            long rows = 1, heads = 1;  // of the largest tasks
+            long rows = 1, heads = 1, early = 0;  // of the largest tasks
             if (group.tasks.empty()) continue;
             for (const Task& task : group.tasks)
                 rows = std::max(rows, task.tokens * task.heads * group.sharing()), heads = std::max(heads, task.heads);
-            own.attention[i].fit(rows, heads, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
+            for (const Task& task : group.tasks)
+                if (task.drafts > 0) early = std::max(early, std::min(group.query_tile, task.drafts + 1) * task.heads * group.sharing());
+            own.attention[i].fit(std::max(rows, early), heads, early, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
         }
         grow(own.spare, head_dim);
         grow(own.plain, std::min(rows, kTileRows) * most([](const Layer& of) { return of.shape.latent.nope_dim; }));
