@@ -146,7 +146,7 @@ class Collector:
             if seq.state is _S.ABORTING:
                 self._forget(seq, _E.COLLECTED)
             else:
-                verified.append(self._append_run(seq, guessed, run, tokens, failed))
+                verified.append(self._append_run(seq, guessed, run, tokens))
         chunks = sequences[decodes + len(drafts) :]
         advanced, final = self._chunks(chunks, drawn, tokens, failed) if chunks else ((), ())
         assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
@@ -217,22 +217,18 @@ class Collector:
         drafts: tuple[int, ...],
         run: Many[Sampled],
         tokens: list[OutputToken],
-        failed: list[Sequence],
     ) -> Verified:
         """Append the accepted tokens of a sequence, as if each was drawn by a step of its own. Only the last may end it, since
-        no draft follows such a token.
+        no draft follows such a token. No row fails the sequence: where one has no numbers, the next step tells, without drafts.
 
         The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
         """
         right = len(run) - 1
-        if run[-1][0] == NO_TOKEN and right:  # the row of an accepted draft: the next step computes it again, and tells
-            run = run[:-1]
+        if run[-1][0] == NO_TOKEN:  # perhaps for a draft behind it, whose numbers share a tile: it is computed again alone
+            run, seq.refuses_drafts = run[:-1], True
         seq.speculation = (seq.speculation or NO_COUNTS).add(len(drafts), right)
         for token in run:
             seq.computed += 1
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                break
             if not seq.computed % self._block_size:
                 self._prefix.publish(seq)
             if self._windowed and seq.computed >= seq.next_death:
