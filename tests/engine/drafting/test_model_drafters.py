@@ -114,6 +114,20 @@ def test_tokens_and_kv_are_those_without_drafts(make_runner, name, quantization,
     assert not choice._odds._own, "nothing of a sequence that has ended is kept"
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4", "fp32"])
+@pytest.mark.parametrize("name", ["self", "model"])
+def test_quantised_blocks_are_those_without_drafts(make_runner, name, kv_cache_dtype):
+    """A copy of the weights writes into blocks that hold older tokens; not a byte of them may change."""
+    runner = make_runner(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    plain, _, kv = serve(runner, None)
+    choice = with_drafts(runner, HOW[name], kv_cache_dtype=kv_cache_dtype)
+    drafted, steps, drafted_kv = serve(runner, choice)
+    assert drafted == plain
+    assert all(map(torch.equal, drafted_kv, kv))
+    assert steps._drafted is not None
+    assert steps._drafted.num_accepted_tokens > 20
+
+
 def test_a_draft_model_that_is_the_model_itself_is_always_right(make_runner):
     """Also for random draws: it draws with the sequence's own numbers."""
     runner = make_runner(dtype="bfloat16")
