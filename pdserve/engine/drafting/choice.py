@@ -113,6 +113,7 @@ class DraftChoice:
         self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
+        self._drafting_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
         self._vain = 0  # those in a row that verified none
         self._paused = 0  # steps since the model has last drafted
@@ -120,7 +121,7 @@ class DraftChoice:
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds, self._ended = [], {}, []
+        self._proposed, self._kinds, self._ended, self._drafting_s = [], {}, [], 0.0
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -171,10 +172,10 @@ class DraftChoice:
                     self._odds.learn(token.seq_id, draft.kind, 1, int(token.token_id == draft.token_ids[0]))
 
     def took(self, rows: int, step_s: float) -> None:
-        """Learn the time of the last step. rows: the number of its tokens. A step that is not the expected one, because it had
-        fewer blocks or more tokens of prompts, teaches nothing."""
+        """Learn the time of the last step, with that of its drafts. rows: the number of its tokens. A step that is not the
+        expected one, because it had fewer blocks or more tokens of prompts, teaches nothing."""
         if rows and rows == self._size.rows and not self._steps % SAMPLED_STEPS:
-            self.costs.learn(self._size, step_s)
+            self.costs.learn(self._size, step_s - self._drafting_s)
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens."""
@@ -222,7 +223,10 @@ class DraftChoice:
             ready = source.with_blocks(view) if model.needs_blocks else view
             if ready is not None:
                 asked[i] = ready
-        drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
+        drafts = dict[int, Draft]()
+        if asked:
+            drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True))
+            self._drafting_s = model.spent_s
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:

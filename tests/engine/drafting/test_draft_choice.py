@@ -68,7 +68,7 @@ class Guesser:
     """A drafter that guesses the true continuation of each sequence, whose tokens count up, or something else."""
 
     def __init__(self, kind: str, share: float, place_s: float | None = None) -> None:
-        self.kind, self.most, self.needs_blocks = kind, 8, True
+        self.kind, self.most, self.needs_blocks, self.spent_s = kind, 8, True, 0.5
         self._share = share
         self._place_s = place_s
         self._rng = random.Random(3)
@@ -109,7 +109,7 @@ def play(choice: DraftChoice, source: Source, steps: int = 60) -> list[dict[SeqI
                 tokens.append(len(tokens))
         choice.learn(StepOutcome(tuple(drawn), (), (), verified=tuple(verified)))
         rows = len(source.tokens) + sum(map(len, drafts.values()))
-        choice.took(rows, choice.costs.rows_s(rows))
+        choice.took(rows, choice.costs.rows_s(rows) + choice._drafting_s)
     return chosen
 
 
@@ -160,6 +160,7 @@ def test_a_model_drafts_where_its_time_pays():
         assert (sum(map(bool, last)) > 50) == pays
         assert (len(model.asked) > 200) == pays
         assert len(model.asked) > 1, "it is tried now and then"
+        assert choice.costs.rows_s(9) == pytest.approx(choice.costs.rows_s(1), rel=0.05), "its time is not that of rows"
 
 
 def test_a_model_does_not_draft_where_a_lookup_is_as_good():
