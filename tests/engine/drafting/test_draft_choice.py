@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.ids import SeqId
 from pdserve.engine.drafting.api import NO_DRAFT, Draft, DraftView
-from pdserve.engine.drafting.choice import LEAST_GAIN, LEAST_SHARE, Base, DraftChoice, choose
+from pdserve.engine.drafting.choice import LEAST_GAIN, LEAST_SHARE, SAMPLED_STEPS, Base, DraftChoice, choose
 from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.schedule.collect import OutputToken, StepOutcome, Verified
 
@@ -160,7 +160,18 @@ def test_a_model_drafts_where_its_time_pays():
         assert (sum(map(bool, last)) > 50) == pays
         assert (len(model.asked) > 200) == pays
         assert len(model.asked) > 1, "it is tried now and then"
-        assert choice.costs.rows_s(9) == pytest.approx(choice.costs.rows_s(1), rel=0.05), "its time is not that of rows"
+
+
+def test_the_time_of_a_models_drafts_is_not_that_of_rows():
+    """Steps with drafts and steps without take turns. The model takes half of a step."""
+    choice = DraftChoice([], StepCosts(((1, 1.0), (64, 1.0))), most=8, model=Guesser("model", 1.0, place_s=0.01))
+    for _ in range(4000):
+        choice._steps = 0
+        for source in (Source(1), Source(1, fit=0)):
+            rows = 1 + sum(map(len, choice.drafts(source).values()))
+            choice._steps = SAMPLED_STEPS
+            choice.took(rows, 1.0 + (0.5 if rows > 1 else 0.0))
+    assert choice.costs.rows_s(9) == pytest.approx(choice.costs.rows_s(1), rel=0.05)
 
 
 def test_a_model_does_not_draft_where_a_lookup_is_as_good():
