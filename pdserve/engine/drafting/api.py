@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.step_plan import SampleSpec
 from pdserve.core.structured.grammar_state import GrammarState
 
-
-class Draws(Protocol):
-    """The draws of a sequence along a draft."""
-
-    @property
-    def spec(self) -> SampleSpec:
-        """The specification for drawing the token that comes next here."""
-
-    def take(self, token_id: int) -> bool:
-        """Go on behind a token. False: nothing may follow it."""
+if TYPE_CHECKING:  # a sequence makes its own view
+    from pdserve.engine.schedule.sequence import Ahead
 
 
 class DraftView(NamedTuple):
@@ -34,7 +25,7 @@ class DraftView(NamedTuple):
     """The most drafts that the sequence may have now; at least 1."""
     grammar: GrammarState | None = None
     """The place in the grammar of its output. None: it follows none."""
-    draws: Callable[[], Draws] | None = None
+    draws: Callable[[], Ahead] | None = None
     """Returns the draws that come next, for a drafter that draws as the sequence does."""
     block_tables: tuple[tuple[BlockId, ...], ...] = ()
     """Its blocks in each KV group, with room for `most` more tokens. Only a drafter that computes KV gets them."""

@@ -49,11 +49,11 @@ class DraftSource(Protocol):
     def draft_views(self, most: int) -> list[DraftView]:
         """Return the decoding sequences that may have drafts, at most `most` each."""
 
-    def with_blocks(self, view: DraftView, most: int) -> DraftView | None:
-        """Return the view with blocks for up to `most` drafts. None: there are no blocks for any."""
+    def with_blocks(self, view: DraftView) -> DraftView | None:
+        """Return the view with blocks for its drafts, perhaps for fewer of them. None: there are no blocks for any."""
 
 
-class _Candidate(NamedTuple):
+class _Proposal(NamedTuple):
     """A draft of a sequence, with the probability that each place survives."""
 
     view: DraftView
@@ -108,7 +108,7 @@ class DraftChoice:
         self._most = most
         self.costs = costs
         self._odds = Odds()
-        self._proposed: list[_Candidate] = []
+        self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
@@ -183,19 +183,19 @@ class DraftChoice:
             self._least = key, min(more * base.sequences / drafts for drafts, more in enumerate(dearer, 1))
         return self._least[1]
 
-    def _propose(self, views: Sequence[DraftView]) -> list[_Candidate]:
+    def _propose(self, views: Sequence[DraftView]) -> list[_Proposal]:
         """Return the best draft of each sequence by a drafter without a model; one without tokens where nobody proposes."""
-        best = [_Candidate(view, NO_DRAFT, []) for view in views]
+        best = [_Proposal(view, NO_DRAFT, []) for view in views]
         for drafter in self._drafters:
             for i, draft in enumerate(drafter.propose(views)):
                 if not draft.token_ids:
                     continue
                 survival = self._odds.survival(views[i].seq_id, draft.kind, len(draft.token_ids))
                 if sum(survival) > sum(best[i].survival):
-                    best[i] = _Candidate(views[i], draft, survival)
+                    best[i] = _Proposal(views[i], draft, survival)
         return best
 
-    def _with_model(self, model: ModelDrafter, source: DraftSource, base: Base, found: list[_Candidate]) -> list[_Candidate]:
+    def _with_model(self, model: ModelDrafter, source: DraftSource, base: Base, found: list[_Proposal]) -> list[_Proposal]:
         """Let the model draft where its time pays, and return the candidates with its drafts in place of worse ones."""
         places, chosen = self._places(model, base, found)
         if not places:
@@ -207,22 +207,22 @@ class DraftChoice:
         else:
             self._pause = FIRST_PAUSE
         self._paused = 0
-        views = {i: self._ready(model, source, found[i].view, places) for i in chosen}
-        asked = {i: view for i, view in views.items() if view is not None}
+        asked: dict[int, DraftView] = {}
+        for i in chosen:
+            view = found[i].view._replace(most=min(places, found[i].view.most))
+            ready = source.with_blocks(view) if model.needs_blocks else view
+            if ready is not None:
+                asked[i] = ready
         drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
-    def _ready(self, model: ModelDrafter, source: DraftSource, view: DraftView, places: int) -> DraftView | None:
-        most = min(places, view.most)
-        return source.with_blocks(view, most) if model.needs_blocks else view._replace(most=most)
-
-    def _better(self, one: _Candidate, draft: Draft) -> _Candidate:
+    def _better(self, one: _Proposal, draft: Draft) -> _Proposal:
         if not draft.token_ids:
             return one
         survival = self._odds.survival(one.view.seq_id, draft.kind, len(draft.token_ids))
-        return _Candidate(one.view, draft, survival)
+        return _Proposal(one.view, draft, survival)
 
-    def _places(self, model: ModelDrafter, base: Base, found: list[_Candidate]) -> tuple[int, list[int]]:
+    def _places(self, model: ModelDrafter, base: Base, found: list[_Proposal]) -> tuple[int, list[int]]:
         """Return the number of places that the model should draft, and of which candidates. 0 places: it does not pay."""
         own = [self._odds.survival(one.view.seq_id, model.kind, one.view.most) for one in found]
         free = [sum(one.survival) for one in found]

@@ -17,9 +17,10 @@ import torch
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.kv_layout import ceil_div
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SequenceSlice, StepPlan
-from pdserve.engine.drafting.api import NO_DRAFT, Draft, DraftView, Draws
+from pdserve.engine.drafting.api import NO_DRAFT, Draft, DraftView
 from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.kv.pool import KvPool
+from pdserve.engine.schedule.sequence import Ahead
 
 CATCH_UP_TOKENS: Final = 256
 """A draft model computes at most so many tokens of prompts in one go: other sequences wait for it."""
@@ -32,7 +33,7 @@ class _Drafting:
     """A sequence for which tokens are drafted. `tables` are the blocks where their KV goes."""
 
     view: DraftView
-    draws: Draws
+    draws: Ahead
     tables: Tables
     packed: tuple[bytes, ...]
     tokens: list[int] = field(default_factory=list)
@@ -110,7 +111,8 @@ class SelfDrafter:
         slices = tuple([one.slice_of(len(one.view.tokens) - 1, (one.view.tokens[-1],)) for one in going])
         kept = self._keep(views)
         _draft(lambda plan: self._timed.execute(self._execute, plan), list(going), StepPlan(slices, len(slices)))
-        self._restore(kept)
+        for blocks, ids, before in kept:
+            blocks[ids] = before
         return [Draft(tuple(one.tokens), self.kind) if one.tokens else NO_DRAFT for one in going]
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
@@ -126,10 +128,6 @@ class SelfDrafter:
                 ids = ids.to(cache.device)
                 kept.append((cache.blocks, ids, cache.blocks[ids]))
         return kept
-
-    def _restore(self, kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-        for blocks, ids, before in kept:
-            blocks[ids] = before
 
 
 @dataclass(slots=True)

@@ -52,7 +52,8 @@ class Odds:
 
     def survival(self, seq_id: SeqId, kind: str, count: int) -> list[float]:
         """Return the probability that each of `count` drafts of a sequence is right, with all drafts before it."""
-        factor = self._factor(seq_id)
+        right, expected = self._own.get(seq_id, (0.0, 0.0))
+        factor = (right + OWN_PRIOR) / (expected + OWN_PRIOR)
         survivals, product = list[float](), 1.0
         for share in self._shares(kind, count):
             product *= share * factor if factor <= 1.0 else 1.0 - (1.0 - share) / factor
@@ -75,10 +76,6 @@ class Odds:
     def forget(self, seq_id: SeqId) -> None:
         """Forget a sequence that has ended."""
         self._own.pop(seq_id, None)
-
-    def _factor(self, seq_id: SeqId) -> float:
-        own = self._own.get(seq_id)
-        return 1.0 if own is None else (own[0] + OWN_PRIOR) / (own[1] + OWN_PRIOR)
 
     def _shares(self, kind: str, count: int) -> Sequence[float]:
         """Return the share of right drafts at each place. A place of which little is known is like the one before it."""

@@ -374,12 +374,13 @@ class Scheduler:
         """Return the decoding sequences that may have drafts, at most `most` each."""
         return [seq.draft_view(min(most, seq.most_drafts)) for seq in self._decoding if seq.most_drafts > 0]
 
-    def with_blocks(self, view: DraftView, most: int) -> DraftView | None:
-        """Return the view with blocks for up to `most` drafts, of those that nobody else may need. None: there are none."""
+    def with_blocks(self, view: DraftView) -> DraftView | None:
+        """Return the view with blocks for its drafts, or for fewer, of those that nobody else may need. None: there are no
+        such blocks."""
         seq = self._sequences[view.seq_id]
         if len(seq.tokens) > seq.num_blocks * self._block_size:  # its next token has no block yet
             return None
-        most = self._room_for_drafts(seq, most)
+        most = self._room_for_drafts(seq, view.most)
         return view._replace(most=most, block_tables=seq.block_tables) if most > 0 else None
 
     def take_admitted(self) -> tuple[Admitted, ...]:

@@ -191,8 +191,8 @@ class Sequence:
     """Number of its first blocks that are taken, while its tables have a gap: see `WindowPool`. None: there is no gap."""
     packed: tuple[bytes, ...] = ()
     """`block_tables` as int32 for compiled code. They are made when a table changes, not at each step."""
-    _stops: frozenset[int] = field(init=False)
-    _min_tokens: int = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    min_tokens: int = field(init=False)
     plain: bool = field(init=False)
     """True when each of its draws is `GREEDY`."""
 
@@ -203,9 +203,9 @@ class Sequence:
         self.holder = Holder(HolderKind.SEQUENCE, self.seq_id)
         eos = () if self.params.ignore_eos else self.rule.eos_token_ids
         self.stop_ids = (*eos, *self.params.stop_token_ids)
-        self._stops = _set_of(self.stop_ids)
-        self._min_tokens = self.params.min_tokens
-        self.plain = self.params.plainly_greedy and not self._min_tokens
+        self.stops = _set_of(self.stop_ids)
+        self.min_tokens = self.params.min_tokens
+        self.plain = self.params.plainly_greedy and not self.min_tokens
         self.longest = self.prompt_len + self.params.max_tokens
         if self.params.prompt_logprobs is not None and not self.output_count and self.kind is not SequenceKind.INBOUND:
             self.scores = []
@@ -215,7 +215,7 @@ class Sequence:
     def constrain(self, grammar: GrammarState) -> None:
         """Let the output follow a grammar. Asserts that no least length is asked for, which could forbid the end that
         the grammar wants."""
-        assert not self._min_tokens, "the caller refuses min_tokens beside a grammar"
+        assert not self.min_tokens, "the caller refuses min_tokens beside a grammar"
         self.grammar = grammar
         self.plain = False
         grammar.catch_up(self.tokens, self.prompt_len)
@@ -349,19 +349,16 @@ class Sequence:
 
         Stop ids are banned until the output has min_tokens tokens, so a stop token always comes on top of them (as in vLLM).
         """
-        return Ahead(self).spec
-
-    def banned_at(self, index: int) -> tuple[int, ...]:
-        """Return the ids that may not be output token `index`."""
-        return self.stop_ids if index < self._min_tokens else ()
-
-    def stops_at(self, token_id: int, index: int) -> bool:
-        """Tell whether this token would end the sequence as output token `index`."""
-        return token_id in self._stops and index + 1 >= self._min_tokens
+        if self.plain:
+            return GREEDY
+        if self.edits is not None:
+            self.edits.catch_up(self.tokens)
+        index = len(self.tokens) - self.prompt_len
+        return SampleSpec(self.params, index, self.stop_ids if index < self.min_tokens else (), self.edits, self.grammar)
 
     def finish_reason(self) -> FinishReason | None:
         """Return why the last output token ended the sequence; None when it goes on. The token is output in both cases."""
-        if self.stops_at(self.tokens[-1], self.output_count - 1):
+        if self.tokens[-1] in self.stops and self.output_count >= self.min_tokens:
             return FinishReason.STOP
         if self.grammar is not None:
             self.grammar.catch_up(self.tokens, self.prompt_len)
@@ -380,27 +377,24 @@ class Ahead:
         """Stand before the next token."""
         self._seq = seq
         self._index = len(seq.tokens) - seq.prompt_len
-        self.spec = GREEDY
+        self.spec = seq.sample_spec()
         """The specification for drawing the token that comes next here."""
-        if not seq.plain:
-            if seq.edits is not None:
-                seq.edits.catch_up(seq.tokens)
-            self.spec = SampleSpec(seq.params, self._index, seq.banned_at(self._index), seq.edits, seq.grammar)
 
     def take(self, token_id: int) -> bool:
         """Go on behind a token. False: nothing may follow it, because the sequence would end there, or the grammar forbids the
         token; then this object is of no use any more."""
         seq, spec = self._seq, self.spec
-        if seq.stops_at(token_id, self._index):
-            return False
         self._index += 1
+        if token_id in seq.stops and self._index >= seq.min_tokens:
+            return False
         if spec is GREEDY:
             return True
         edits, grammar = spec.edits, spec.grammar
         if grammar is not None and ((grammar := grammar.after(token_id)) is None or grammar.ended):
             return False
         edits = None if edits is None else edits.after(token_id)
-        self.spec = SampleSpec(seq.params, self._index, seq.banned_at(self._index), edits, grammar)
+        banned = seq.stop_ids if self._index < seq.min_tokens else ()
+        self.spec = SampleSpec(seq.params, self._index, banned, edits, grammar)
         return True
 
 
