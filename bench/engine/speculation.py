@@ -64,6 +64,8 @@ METHODS: Final = ("suffix", "ngram", "self", "draft_model")
 MOST_TEXTS: Final = 12
 LEAST_TOKENS: Final = 24
 """Shorter answers are left out: most of their steps would be those of others' prompts."""
+RUN_STEPS: Final = 128
+"""So many steps take a second or two. Their last part, when fewer sequences decode, does not count."""
 MODES: Final = ("off", "cold", "warm")
 LEAST_RATIO: Final = 0.97
 
@@ -222,6 +224,12 @@ def answered(bench: Bench, kinds: Sequence[str], half: str, tokens: int) -> dict
     return found
 
 
+def requests_of(texts: Sequence[Text], batch: int) -> int:
+    """Return how many requests a run serves: about `RUN_STEPS` steps without speculation, while `batch` of them decode."""
+    mean = sum(len(text.answer) for text in texts) / len(texts)
+    return batch + max(1, round(batch * (RUN_STEPS / mean - 1))) if batch > 1 else max(1, round(2 * RUN_STEPS / mean))
+
+
 def measure(bench: Bench, texts: dict[str, list[Text]], batches: Sequence[int], rounds: int) -> Iterator[Found]:
     """Measure all cells in each round, in an order that changes. Yield what was found so far after each round."""
     rng = random.Random(1)
@@ -230,7 +238,7 @@ def measure(bench: Bench, texts: dict[str, list[Text]], batches: Sequence[int], 
     for number in range(rounds):
         for cell in rng.sample(cells, len(cells)):
             some = texts[cell.kind]
-            requests = 2 if cell.batch == 1 else cell.batch + max(2, cell.batch // 4)
+            requests = requests_of(some, cell.batch)
             for mode in rng.sample(MODES, len(MODES)):
                 choice = {"off": None, "cold": bench.cold_choice(), "warm": bench.choice}[mode]
                 found[cell][mode].append(bench.run(some, number * requests, requests, cell.batch, choice))
