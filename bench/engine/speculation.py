@@ -64,8 +64,8 @@ METHODS: Final = ("suffix", "ngram", "self", "draft_model")
 MOST_TEXTS: Final = 12
 LEAST_TOKENS: Final = 24
 """Shorter answers are left out: most of their steps would be those of others' prompts."""
-RUN_STEPS: Final = 128
-"""So many steps take a second or two. Their last part, when fewer sequences decode, does not count."""
+RUN_STEPS: Final = 64
+"""So many steps take about a second. Their last part, when fewer sequences decode, does not count."""
 MODES: Final = ("off", "cold", "warm")
 LEAST_RATIO: Final = 0.97
 
@@ -107,8 +107,9 @@ class Bench:
         assert known is not None
         return DraftChoice(known._drafters, copy.deepcopy(known.costs), most=known._most, model=known._model)
 
-    def answer(self, texts: Sequence[Text], tokens: int) -> None:
-        """Let the model answer the texts with at most so many tokens each, up to where an answer repeats itself."""
+    def answer(self, texts: Sequence[Text], tokens: int, *, whole: bool = False) -> None:
+        """Let the model answer the texts with at most so many tokens each. An answer ends where it repeats itself, unless
+        `whole`."""
         template = self._tokenizer.chat_template
         assert template is not None, "the model must have a chat template"
         for text in texts:
@@ -118,7 +119,7 @@ class Bench:
         for number, token_id, _ in self._serve(texts, len(texts), 16, None, Counts()):
             answers[number].append(token_id)
         for number, text in enumerate(texts):
-            text.answer = AnsweredChat(text.kind, [], answers[number]).before_loop()
+            text.answer = answers[number] if whole else AnsweredChat(text.kind, [], answers[number]).before_loop()
             if text.kind == "copy":
                 text.answer = text.answer[: copied(text.answer, text.message, self._tokenizer.decode)]
 
@@ -212,22 +213,24 @@ def rate_ratio(rounds: dict[str, list[Counts]], mode: str, *, cpu: bool) -> Rati
     return ratio([seconds(one) for one in rounds["off"]], [seconds(one) for one in rounds[mode]])
 
 
-def answered(bench: Bench, kinds: Sequence[str], half: str, tokens: int) -> dict[str, list[Text]]:
+def answered(bench: Bench, kinds: Sequence[str], half: str, tokens: int, *, whole: bool = False) -> dict[str, list[Text]]:
     """Return the texts of each kind with their answers, at most `MOST_TEXTS`: those that are long enough."""
     found = {}
     for kind in kinds:
         texts = of_kind(kind, half)
-        bench.answer(texts, tokens)
+        bench.answer(texts, tokens, whole=whole)
         fitting = [text for text in texts if len(text.answer) >= LEAST_TOKENS]
         random.Random(0).shuffle(fitting)  # copies come in an order of their forms
         found[kind] = fitting[:MOST_TEXTS]
     return found
 
 
-def requests_of(texts: Sequence[Text], batch: int) -> int:
-    """Return how many requests a run serves: about `RUN_STEPS` steps without speculation, while `batch` of them decode."""
-    mean = sum(len(text.answer) for text in texts) / len(texts)
-    return batch + max(1, round(batch * (RUN_STEPS / mean - 1))) if batch > 1 else max(1, round(2 * RUN_STEPS / mean))
+def run_of(bench: Bench, texts: Sequence[Text], batch: int, number: int, choice: DraftChoice | None) -> Counts:
+    """Serve about `RUN_STEPS` steps without speculation, or what they give, with `batch` sequences; twice as many if it is one.
+    Runs of other numbers begin with other texts."""
+    whole = RUN_STEPS * len(texts) / sum(len(text.answer) for text in texts)  # the answers one after the other
+    requests = max(1, round(2 * whole)) if batch == 1 else batch + max(1, round(batch * (whole - 1)))
+    return bench.run(texts, number * requests, requests, batch, choice)
 
 
 def measure(bench: Bench, texts: dict[str, list[Text]], batches: Sequence[int], rounds: int) -> Iterator[Found]:
@@ -237,11 +240,9 @@ def measure(bench: Bench, texts: dict[str, list[Text]], batches: Sequence[int], 
     found: Found = {cell: {mode: [] for mode in MODES} for cell in cells}
     for number in range(rounds):
         for cell in rng.sample(cells, len(cells)):
-            some = texts[cell.kind]
-            requests = requests_of(some, cell.batch)
             for mode in rng.sample(MODES, len(MODES)):
                 choice = {"off": None, "cold": bench.cold_choice(), "warm": bench.choice}[mode]
-                found[cell][mode].append(bench.run(some, number * requests, requests, cell.batch, choice))
+                found[cell][mode].append(run_of(bench, texts[cell.kind], cell.batch, number, choice))
         yield found
 
 
