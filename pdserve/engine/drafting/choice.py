@@ -25,6 +25,8 @@ from pdserve.engine.schedule.collect import StepOutcome
 
 LEAST_GAIN: Final = 1.01
 """Drafts must raise the tokens a second by so much. The choice itself takes up to 1 % of a step."""
+MODEL_GAIN: Final = 1.05
+"""A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
 LEAST_SHARE: Final = 0.02
 """A draft that survives with less probability is left out. The cheapest row costs about as much."""
 MOST_SHARE: Final = 0.95
@@ -128,6 +130,7 @@ class DraftChoice:
         self._steps = 0  # for which drafts were looked for
         self._worth = 1.0  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
+        self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
         self._paused = 0  # steps since the model has last drafted
         self._pause = FIRST_PAUSE
 
@@ -163,7 +166,8 @@ class DraftChoice:
             reread = sum(map(mul, contexts, counts))
             tokens = sum([sum(one.survival[:count]) for one, count in zip(found, counts, strict=True)])
             self._size = StepSize(base.size.rows + sum(counts), read, reread)
-            gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / self.costs.step_s(self._size) - 1.0
+            step_s = self.costs.step_s(self._size) + self._drafting_s
+            gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / step_s - 1.0
         else:
             self._size = base.size
         self._worth += (gain - self._worth) / WORTH_WINDOW
@@ -219,6 +223,7 @@ class DraftChoice:
 
     def _with_model(self, model: ModelDrafter, source: DraftSource, base: Base, found: list[_Proposal]) -> list[_Proposal]:
         """Let the model draft where its time pays, and return the candidates with its drafts in place of worse ones."""
+        self._drafting_s = 0.0
         places, chosen = self._places(model, base, found)
         if not places:
             self._paused += 1
@@ -236,6 +241,7 @@ class DraftChoice:
             if ready is not None:
                 asked[i] = ready
         drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
+        self._drafting_s = places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()])) if asked else 0.0
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:
@@ -252,7 +258,7 @@ class DraftChoice:
         counts = choose(base, self.costs, [one.survival for one in found], contexts)
         alone = sum(sum(one.survival[:count]) for one, count in zip(found, counts, strict=True))
         reread = sum(context * count for context, count in zip(contexts, counts, strict=True))
-        best = base.rate(self.costs, alone, sum(counts), reread) * LEAST_GAIN
+        best = base.rate(self.costs, alone, sum(counts), reread) * MODEL_GAIN
         answer: tuple[int, list[int]] = 0, []
         for places in range(1, min(model.most, max((one.view.most for one in found), default=0)) + 1):
             sums = [sum(survival[:places]) for survival in own]
@@ -262,7 +268,8 @@ class DraftChoice:
                 break
             tokens = sum(max(pair) for pair in zip(sums, free, strict=True))
             reread = sum(context * count for context, count in zip(contexts, drafts, strict=True))
-            rate = base.rate(self.costs, tokens, sum(drafts), reread, places * model.place_s(len(chosen)))
+            read = sum([contexts[i] for i in chosen])
+            rate = base.rate(self.costs, tokens, sum(drafts), reread, places * model.place_s(len(chosen), read))
             if rate > best:
                 best, answer = rate, (places, chosen)
         return answer

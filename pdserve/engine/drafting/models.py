@@ -71,9 +71,9 @@ class _Timed:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
 
-    def place_s(self, sequences: int) -> float:
-        """Return the expected time to draft one more place of so many sequences, in seconds."""
-        return self._costs.rows_s(sequences)
+    def place_s(self, sequences: int, read: int) -> float:
+        """Return the expected time to draft one more place of so many sequences, which have `read` tokens, in seconds."""
+        return self._costs.step_s(StepSize(sequences, read))
 
     def execute(self, execute: Execute, plan: StepPlan) -> list[Sampled]:
         """Compute a step and learn its time."""

@@ -77,7 +77,7 @@ class Guesser:
         self.asked: list[int] = []
         self.forgotten: list[SeqId] = []
 
-    def place_s(self, sequences: int) -> float:
+    def place_s(self, sequences: int, read: int) -> float:
         assert self._place_s is not None
         return self._place_s
 
