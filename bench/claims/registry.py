@@ -16,6 +16,7 @@ from bench.claims.measured import (
     paging,
     prefix,
     quantised,
+    speculation,
 )
 
 CLAIMS: Final[tuple[Claim, ...]] = (
@@ -29,6 +30,7 @@ CLAIMS: Final[tuple[Claim, ...]] = (
     prefix.CLAIM,
     quantised.KV,
     quantised.WEIGHT,
+    speculation.CLAIM,
     interference.CLAIM,
     link.CLAIM,
     intensity.CLAIM,

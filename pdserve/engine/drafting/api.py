@@ -66,5 +66,5 @@ class ModelDrafter(Drafter, Protocol):
     spent_s: float
     """The time that its last proposal took, in seconds."""
 
-    def place_s(self, sequences: int) -> float:
-        """Return the expected time to draft one more place of so many sequences, in seconds."""
+    def place_s(self, sequences: int, read: int) -> float:
+        """Return the expected time to draft one more place of so many sequences, which have `read` tokens, in seconds."""

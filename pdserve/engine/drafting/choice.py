@@ -13,6 +13,7 @@ one sequence tries it, less and less often.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from typing import Final, NamedTuple, Protocol
 
 from pdserve.core.ids import SeqId
@@ -24,15 +25,24 @@ from pdserve.engine.schedule.collect import StepOutcome
 
 LEAST_GAIN: Final = 1.01
 """Drafts must raise the tokens a second by so much. The choice itself takes up to 1 % of a step."""
+MODEL_GAIN: Final = 1.05
+"""A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
 LEAST_SHARE: Final = 0.02
 """A draft that survives with less probability is left out. The cheapest row costs about as much."""
-MOST_SHARE: Final = 0.8
-"""Nobody proposes where even drafts that survive with this probability would not pay. Few drafts are better, and proposals for
-32 sequences take 1 % of their step."""
+MOST_SHARE: Final = 0.95
+"""Nobody proposes where even drafts that survive with this probability would not pay. Only those of a verbatim copy are
+better."""
 SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
-VAIN_STEPS: Final = 32
-"""After so many steps without a draft that pays, one in `SAMPLED_STEPS` looks for some."""
+WORTH: Final = 0.04
+"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2 to
+3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give a quarter of it."""
+RARE_STEPS: Final = 16
+WORTH_WINDOW: Final = 16
+"""The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
+pause."""
+KNOWN_CONTEXT: Final = 64
+"""The mean context of the sequences is told in multiples of so many tokens, so that what depends on it is seldom computed."""
 FIRST_PAUSE: Final = 64
 """A drafter with a model that does not pay is tried again after so many steps: a try takes half a step, so 1 % at most."""
 LAST_PAUSE: Final = 1024
@@ -97,6 +107,11 @@ def choose(base: Base, costs: StepCosts, survivals: Sequence[Sequence[float]], c
     return counts
 
 
+def _mean_context(views: Sequence[DraftView]) -> int:
+    """Return the mean number of tokens of sequences, in multiples of `KNOWN_CONTEXT`."""
+    return sum([len(view.tokens) for view in views]) // max(len(views), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
+
+
 class DraftChoice:
     """Chooses the drafts of each step of one engine. The engine thread owns it."""
 
@@ -113,30 +128,32 @@ class DraftChoice:
         self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
-        self._drafting_s = 0.0  # the time that a model took for the drafts of the step under way
+        self._spent_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
-        self._vain = 0  # those in a row that verified none
+        self._worth = 1.0  # what drafts are expected to give, as a share of the tokens a second; an average
+        self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
+        self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
         self._paused = 0  # steps since the model has last drafted
         self._pause = FIRST_PAUSE
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds, self._ended, self._drafting_s = [], {}, [], 0.0
+        self._proposed, self._kinds, self._ended, self._drafting_s, self._spent_s = [], {}, [], 0.0, 0.0
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
-        base = Base(sequences, StepSize(sequences + prompt_tokens), room)
-        self._size = base.size
-        if self._least_share(base) > MOST_SHARE:
-            return NO_DRAFTS
+        if not self._steps % RARE_STEPS:
+            self._context = _mean_context(source.draft_views(self._most))
         self._steps += 1
-        if self._vain > VAIN_STEPS and self._steps % SAMPLED_STEPS:
+        base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
+        self._size = base.size
+        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 4 else RARE_STEPS
+        if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
-        self._vain += 1
         views = source.draft_views(self._most)
         if not views:
             return NO_DRAFTS
-        read = sum([len(view.tokens) for view in views])
+        read = sum([len(view.tokens) for view in views]) * sequences // len(views)
         base = Base(sequences, StepSize(sequences + prompt_tokens, read), room)
         self._proposed = found = self._propose(views)
         if self._model is not None:
@@ -148,9 +165,16 @@ class DraftChoice:
             if count:
                 chosen[view.seq_id] = draft.token_ids[:count]
                 self._kinds[view.seq_id] = draft.kind
-                self._vain = 0
-        reread = sum([context * count for context, count in zip(contexts, counts, strict=True)])
-        self._size = StepSize(base.size.rows + sum(counts), read, reread)
+        gain = 0.0
+        if chosen:
+            reread = sum(map(mul, contexts, counts))
+            tokens = sum([sum(one.survival[:count]) for one, count in zip(found, counts, strict=True)])
+            self._size = StepSize(base.size.rows + sum(counts), read, reread)
+            step_s = self.costs.step_s(self._size) + self._drafting_s
+            gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / step_s - 1.0
+        else:
+            self._size = base.size
+        self._worth += (gain - self._worth) / WORTH_WINDOW
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
@@ -175,7 +199,7 @@ class DraftChoice:
         """Learn the time of the last step, with that of its drafts. rows: the number of its tokens. A step that is not the
         expected one, because it had fewer blocks or more tokens of prompts, teaches nothing."""
         if rows and rows == self._size.rows and not self._steps % SAMPLED_STEPS:
-            self.costs.learn(self._size, step_s - self._drafting_s)
+            self.costs.learn(self._size, step_s - self._spent_s)
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens."""
@@ -188,8 +212,10 @@ class DraftChoice:
         """Return the least mean probability to survive with which some number of drafts pays."""
         costs, key = self.costs, (self.costs.version, base)
         if self._least[0] != key:
-            alone_s, most = costs.rows_s(base.size.rows), min(base.room, base.sequences * self._most)
-            dearer = (costs.rows_s(base.size.rows + drafts) / alone_s - 1.0 for drafts in range(1, most + 1))
+            rows, read, _ = base.size
+            alone_s, most = costs.step_s(base.size), min(base.room, base.sequences * self._most)
+            sizes = (StepSize(rows + drafts, read, drafts * self._context) for drafts in range(1, most + 1))
+            dearer = (costs.step_s(size) / alone_s - 1.0 for size in sizes)
             self._least = key, min(more * base.sequences / drafts for drafts, more in enumerate(dearer, 1))
         return self._least[1]
 
@@ -226,7 +252,8 @@ class DraftChoice:
         drafts = dict[int, Draft]()
         if asked:
             drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True))
-            self._drafting_s = model.spent_s
+            self._drafting_s = places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()]))
+            self._spent_s = model.spent_s
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:
@@ -243,7 +270,7 @@ class DraftChoice:
         counts = choose(base, self.costs, [one.survival for one in found], contexts)
         alone = sum(sum(one.survival[:count]) for one, count in zip(found, counts, strict=True))
         reread = sum(context * count for context, count in zip(contexts, counts, strict=True))
-        best = base.rate(self.costs, alone, sum(counts), reread) * LEAST_GAIN
+        best = base.rate(self.costs, alone, sum(counts), reread) * MODEL_GAIN
         answer: tuple[int, list[int]] = 0, []
         for places in range(1, min(model.most, max((one.view.most for one in found), default=0)) + 1):
             sums = [sum(survival[:places]) for survival in own]
@@ -253,7 +280,8 @@ class DraftChoice:
                 break
             tokens = sum(max(pair) for pair in zip(sums, free, strict=True))
             reread = sum(context * count for context, count in zip(contexts, drafts, strict=True))
-            rate = base.rate(self.costs, tokens, sum(drafts), reread, places * model.place_s(len(chosen)))
+            read = sum([contexts[i] for i in chosen])
+            rate = base.rate(self.costs, tokens, sum(drafts), reread, places * model.place_s(len(chosen), read))
             if rate > best:
                 best, answer = rate, (places, chosen)
         return answer

@@ -34,8 +34,11 @@ FAST_WEIGHT: Final = 1 / 8
 """The weight of one step in the common factor of all steps, which follows the load of the machine."""
 REFRESH_STEPS: Final = 64
 """What was learned counts after so many steps: a step that looks its rows up in a list costs nothing."""
-MOST_OFF: Final = 1.5
-"""A step that took so many times what was expected, or more, counts as this, and so do faster ones: it was disturbed."""
+RETURN_WEIGHT: Final = SLOW_WEIGHT / 8
+"""With each step that teaches, an entry goes back to what was measured at the start by so much of the difference. So what all
+entries have in common stays in the factor, and noise adds up to nothing."""
+MOST_OFF: Final = math.log(1.5)
+"""The logarithm of how many times a step takes what was expected counts up to this, also below 0: it was disturbed."""
 
 
 class StepSize(NamedTuple):
@@ -59,6 +62,7 @@ class StepCosts:
             by_rows = (*by_rows, (by_rows[0][0] + 1, by_rows[0][1]))
         self._rows = [rows for rows, _ in by_rows]
         self._seconds = [step_s for _, step_s in by_rows]
+        self._measured = tuple(self._seconds)
         self.read_s, self.reread_s = max(read_s, 0.0), max(reread_s, 0.0)
         self._factor = 1.0
         self._learned = 0
@@ -81,12 +85,19 @@ class StepCosts:
         if not step_s > 0.0:
             return
         ratio = step_s / self.step_s(size)
-        self._factor += FAST_WEIGHT * (ratio - self._factor)
-        off = min(max(ratio / self._factor, 1 / MOST_OFF), MOST_OFF) - 1.0
+        if not self._learned:
+            self._factor = ratio
+        off = min(max(math.log(ratio / self._factor), -MOST_OFF), MOST_OFF)
+        # The factor follows what counts, too. If it followed the longest steps of a busy machine, all others would seem short,
+        # and the entries that are in use would sink below those that are not.
+        self._factor *= math.exp(FAST_WEIGHT * off)
         low, share = self._place(size.rows)
         share = min(share, 1.0)
-        self._seconds[low] *= 1.0 + SLOW_WEIGHT * (1.0 - share) * off
-        self._seconds[low + 1] *= 1.0 + SLOW_WEIGHT * share * off
+        for entry, weight in ((low, 1.0 - share), (low + 1, share)):
+            seconds, measured = self._seconds[entry], self._measured[entry]
+            self._seconds[entry] = seconds * math.exp(SLOW_WEIGHT * weight * off) + RETURN_WEIGHT * weight * (
+                measured - seconds
+            )
         self._learned += 1
         if not self._learned % REFRESH_STEPS:
             self._refresh()

@@ -57,9 +57,9 @@ class ModelSteps:
         self.spent_s = 0.0
         """The time that the last proposal took, in seconds."""
 
-    def place_s(self, sequences: int) -> float:
-        """Return the expected time to draft one more place of so many sequences, in seconds."""
-        return self._costs.rows_s(sequences)
+    def place_s(self, sequences: int, read: int) -> float:
+        """Return the expected time to draft one more place of so many sequences, which have `read` tokens, in seconds."""
+        return self._costs.step_s(StepSize(sequences, read))
 
     def draft(self, going: list[_Drafting], first: StepPlan) -> None:
         """Draft place after place. first: the step that gives the first place; each later one computes the token before it."""

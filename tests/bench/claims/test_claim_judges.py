@@ -108,6 +108,14 @@ def intensity(prompt: float, single: float, many: float) -> Figures:
     return found
 
 
+def speculation(gain: float, acceptance: float) -> Figures:
+    cells = [f"{kind} at {batch}" for kind in ("chat", "code", "summary") for batch in (1, 16)]
+    samples = {f"{cell} {mode}, tokens/s": 1.0 for cell in cells for mode in ("with", "without")}
+    found = figures(samples | {f"{cell} with, tokens/s": gain for cell in cells})
+    found.counts = {f"{cell} {what}": count for cell in cells for what, count in (("drafts", 100), ("accepted", acceptance))}
+    return found
+
+
 CASES = [
     ("decode-batch", rates(100, 500, 1200), C),
     ("decode-batch", rates(100, 500, 600), D),
@@ -138,6 +146,9 @@ CASES = [
     ("weight-bits", weights((1.0, 1.8), (0.9, 2.6)), C),
     ("weight-bits", weights((1.5, 1.8), (0.9, 2.6)), D),
     ("weight-bits", weights((1.5, 1.8), (1.2, 2.6)), R),
+    ("speculation", speculation(2.5, 80), C),
+    ("speculation", speculation(1.5, 80), R),
+    ("speculation", speculation(2.5, 20), D),
     ("interference", interference(3.0), C),
     ("interference", interference(0.9), R),
     ("link-speed", link(2.0, 1.01), C),

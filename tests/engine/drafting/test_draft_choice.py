@@ -75,7 +75,7 @@ class Guesser:
         self.asked: list[int] = []
         self.forgotten: list[SeqId] = []
 
-    def place_s(self, sequences: int) -> float:
+    def place_s(self, sequences: int, read: int) -> float:
         assert self._place_s is not None
         return self._place_s
 
@@ -109,7 +109,7 @@ def play(choice: DraftChoice, source: Source, steps: int = 60) -> list[dict[SeqI
                 tokens.append(len(tokens))
         choice.learn(StepOutcome(tuple(drawn), (), (), verified=tuple(verified)))
         rows = len(source.tokens) + sum(map(len, drafts.values()))
-        choice.took(rows, choice.costs.rows_s(rows) + choice._drafting_s)
+        choice.took(rows, choice.costs.rows_s(rows) + choice._spent_s)
     return chosen
 
 

@@ -44,6 +44,16 @@ def test_a_machine_that_slows_down_changes_no_ratio():
     assert costs.rows_s(8) / costs.rows_s(1) == pytest.approx(2.0, rel=0.05)
 
 
+def test_steps_that_others_disturb_leave_the_table_as_it_is():
+    """Two of five steps take longer, some many times as long. Entries in use once sank to a thirtieth of those that were not."""
+    rng, costs = random.Random(1), StepCosts(TABLE)
+    for _ in range(4000):
+        rows = rng.choice((1, 1, 4))
+        costs.learn(StepSize(rows), 1.0 if rng.random() < 0.6 else 2.0 + rng.expovariate(0.5))
+    assert costs.rows_s(1) == pytest.approx(1.0, rel=0.1)
+    assert costs.rows_s(8) == pytest.approx(2.0, rel=0.1)
+
+
 def test_a_ratio_that_was_measured_wrongly_is_learnt():
     """Eight rows take as long as one, and the table said twice as long."""
     costs = learnt(StepCosts(TABLE), (1, 1.0), (8, 1.0), turns=60)

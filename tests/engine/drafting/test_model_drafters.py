@@ -42,7 +42,7 @@ def with_drafts(runner: ModelRunner, how: SpeculativeConfig, **settings: object)
     assert choice is not None
     choice.costs = StepCosts([(1, 1.0)])
     if isinstance(choice._model, SelfDrafter | ModelDraft):
-        choice._model.place_s = lambda sequences: 1e-3  # type: ignore[method-assign]
+        choice._model.place_s = lambda sequences, read: 1e-3  # type: ignore[method-assign]
     return choice
 
 
