@@ -35,8 +35,8 @@ better."""
 SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
 WORTH: Final = 0.04
-"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2 to
-3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give a quarter of it."""
+"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2
+to 3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give a quarter of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
