@@ -48,13 +48,13 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def requests(speculation: str, seed: int, placement: Any = AUTO) -> list[inference_pb2.GenerateRequest]:
+def requests(speculation: str, seed: int) -> list[inference_pb2.GenerateRequest]:
     """Requests of all kinds: n, grammars, log-probabilities, penalties, biases, stop strings. Half of the prompts repeat."""
     rng = random.Random(seed)
     messages = []
-    for i, way in enumerate(WAYS * 3):
+    for i, way in enumerate(WAYS * 2):
         part = [rng.randrange(3, 256) for _ in range(rng.choice([5, 16, 23]))]
-        message = request(part * (1 + i % 3), placement, max_tokens=OUTPUT, **way)
+        message = request(part * (1 + i % 3), APART if i % 2 else AUTO, max_tokens=OUTPUT, **way)
         message.speculation = speculation
         if i % 4 == 1:
             message.n = 2
@@ -84,8 +84,6 @@ def test_answers_are_those_without_drafts_also_when_workers_are_killed(engine: E
         drafted = generate_all(cluster.grpc, requests("auto", 1), concurrency=6)
         assert list(map(told, drafted)) == list(map(told, plain))
         assert accepted(drafted) > 20
-        apart = generate_all(cluster.grpc, requests("auto", 1, APART), concurrency=3)
-        assert list(map(told, apart)) == list(map(told, plain))
 
         def kill() -> None:
             time.sleep(0.15)  # in the middle of the load, which takes seconds; any moment must do
