@@ -256,6 +256,8 @@ def check_beams(request: GenerateInput) -> None:
         raise InvalidRequest("are not allowed beside a beam search, which reads no calls", field="tools")
     if request.constraint is not None:
         raise InvalidRequest("is not allowed beside a beam search", field=FIELD)
+    if request.options.get("draft_limit"):
+        raise InvalidRequest("must be 0 or not set beside a beam search, which has no drafts", field="num_speculative_tokens")
 
 
 _NEUTRAL: Final[dict[str, Any]] = {one.name: one.default for one in fields(SamplingParams) if one.init} | {"logit_bias": {}}

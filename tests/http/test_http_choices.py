@@ -169,6 +169,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("best_of: is not allowed", {"use_beam_search": True, "best_of": 4}),
     ("temperature: must be 0 or not set", {"use_beam_search": True, "temperature": 1.0}),
     ("length_penalty: must be a number in [-10, 10]", {"use_beam_search": True, "length_penalty": 11}),
+    ("num_speculative_tokens: must be 0 or not set beside a beam", {"use_beam_search": True, "num_speculative_tokens": 3}),
     ("response_format: is not allowed", {"use_beam_search": True, "response_format": {"type": "json_object"}}),
     ("structured_outputs: is not allowed", {"use_beam_search": True, "structured_outputs": {"regex": "a"}}),
     *(

@@ -156,6 +156,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("length_penalty: is only allowed with beam_width", {"length_penalty": 1.0}),
     ("length_penalty: must be a number in [-10, 10]", {"beam_width": 2, "length_penalty": float("nan")}),
     ("top_k: is not allowed beside a beam search", {"beam_width": 2, "sampling": {"top_k": 5}}),
+    ("num_speculative_tokens: must be 0 or not set beside a beam", {"beam_width": 2, "num_speculative_tokens": 3}),
 ]
 
 
