@@ -23,9 +23,10 @@ from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.drafting.odds import Odds
 from pdserve.engine.schedule.collect import StepOutcome
 
-LEAST_GAIN: Final = 1.01
-"""Drafts must raise the tokens a second by so much. The choice itself takes up to 1 % of a step."""
-MODEL_GAIN: Final = 1.05
+LEAST_GAIN: Final = 1.04
+"""Drafts must raise the tokens a second by so much. To choose, plan and collect them takes 2 to 3 % of a step, and its expected
+time is a few percent off."""
+MODEL_GAIN: Final = 1.08
 """A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
 LEAST_SHARE: Final = 0.02
 """A draft that survives with less probability is left out. The cheapest row costs about as much."""
@@ -36,7 +37,7 @@ SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
 WORTH: Final = 0.04
 """Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2 to
-3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give a quarter of it."""
+3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give less than half of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
@@ -128,7 +129,7 @@ class DraftChoice:
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._steps = 0  # for which drafts were looked for
-        self._worth = 1.0  # what drafts are expected to give, as a share of the tokens a second; an average
+        self._worth = 2 * WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
         self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
         self._paused = 0  # steps since the model has last drafted
@@ -145,7 +146,7 @@ class DraftChoice:
         self._steps += 1
         base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
         self._size = base.size
-        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 4 else RARE_STEPS
+        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 2 else RARE_STEPS
         if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
         views = source.draft_views(self._most)
@@ -241,7 +242,9 @@ class DraftChoice:
             if ready is not None:
                 asked[i] = ready
         drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
-        self._drafting_s = places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()])) if asked else 0.0
+        self._drafting_s = (
+            places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()])) if asked else 0.0
+        )
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:

@@ -95,7 +95,9 @@ class StepCosts:
         share = min(share, 1.0)
         for entry, weight in ((low, 1.0 - share), (low + 1, share)):
             seconds, measured = self._seconds[entry], self._measured[entry]
-            self._seconds[entry] = seconds * math.exp(SLOW_WEIGHT * weight * off) + RETURN_WEIGHT * weight * (measured - seconds)
+            self._seconds[entry] = seconds * math.exp(SLOW_WEIGHT * weight * off) + RETURN_WEIGHT * weight * (
+                measured - seconds
+            )
         self._learned += 1
         if not self._learned % REFRESH_STEPS:
             self._refresh()
