@@ -36,8 +36,8 @@ better."""
 SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
 WORTH: Final = 0.04
-"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2 to
-3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give less than half of it."""
+"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2
+to 3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give less than half of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
@@ -132,7 +132,7 @@ class DraftChoice:
         self._worth = 2 * WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
         self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
-        self._paused = 0  # steps since the model has last drafted
+        self._drafted = 0  # the step for which the model has last drafted
         self._pause = FIRST_PAUSE
 
     def drafts(self, source: DraftSource) -> Drafts:
@@ -227,14 +227,13 @@ class DraftChoice:
         self._drafting_s = 0.0
         places, chosen = self._places(model, base, found)
         if not places:
-            self._paused += 1
-            if self._paused < self._pause:
+            if self._steps - self._drafted < self._pause:
                 return found
             self._pause = min(2 * self._pause, LAST_PAUSE)
             places, chosen = 1, [0]
         else:
             self._pause = FIRST_PAUSE
-        self._paused = 0
+        self._drafted = self._steps
         asked: dict[int, DraftView] = {}
         for i in chosen:
             view = found[i].view._replace(most=min(places, found[i].view.most))
