@@ -371,9 +371,11 @@ def cluster_config(
         settings["autoscaling.enabled"] = autoscaling
     if settings.get("router.http_port") == 0:
         settings.setdefault("router.grpc_port", 0)
-    model = settings.get("engine.model")
-    if model and Path(model).expanduser().exists():  # workers may run in another directory
-        settings["engine.model"] = str(Path(model).expanduser().absolute())
+    drafts = settings.get("engine.speculative_config") or {}
+    for section, name in ((settings, "engine.model"), (drafts, "model")):
+        model = section.get(name)
+        if isinstance(model, str) and model and Path(model).expanduser().exists():  # workers may run in another directory
+            section[name] = str(Path(model).expanduser().absolute())
     for name in ("router.record_file", "router.chat_template"):  # the router may run in another directory
         if file := settings.get(name):
             settings[name] = str(Path(file).expanduser().absolute())

@@ -44,7 +44,7 @@ class VersionRange(NamedTuple):
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-LINK_VERSIONS: Final = VersionRange(0, 6)
+LINK_VERSIONS: Final = VersionRange(0, 5)
 """The versions of the link's protocol that this release speaks. A side without versions speaks version 0. Version 1 has
 `Refused` and `Flip`; in version 2 a budget may have `max_num_seqs`. `SPEC_LINK_VERSIONS` has the fields of requests that came
 later. From version 5 on, a link has beats beside its stream, and a broken stream is taken up again."""
@@ -52,13 +52,11 @@ SEQS_LINK_VERSION: Final = 2
 CONSTRAINT_LINK_VERSION: Final = 3
 TEXT_LINK_VERSION: Final = 4
 RESUME_LINK_VERSION: Final = 5
-DRAFT_LINK_VERSION: Final = 6
 SPEC_LINK_VERSIONS: Final[tuple[tuple[str, int, Callable[[RequestSpec], bool]], ...]] = (
     ("structured_outputs", CONSTRAINT_LINK_VERSION, lambda spec: spec.constraint is not None),
     ("include_stop_str_in_output", TEXT_LINK_VERSION, lambda spec: spec.sampling.include_stop_str_in_output),
     ("skip_special_tokens", TEXT_LINK_VERSION, lambda spec: not spec.sampling.skip_special_tokens),
     ("prompt_logprobs", TEXT_LINK_VERSION, lambda spec: spec.sampling.prompt_logprobs is not None),
-    ("speculation", DRAFT_LINK_VERSION, lambda spec: spec.draft_limit is not None),
 )
 """The fields of a request that a worker of an older link version would ignore. Each has its name, the first version that knows
 it, and a function that tells whether a request uses it. Such a request is never sent to such a worker."""
@@ -73,6 +71,7 @@ FEATURES: Final[Mapping[str, Callable[[RequestSpec], bool]]] = MappingProxyType(
         "presence_penalty": lambda spec: spec.sampling.presence_penalty != 0.0,
         "frequency_penalty": lambda spec: spec.sampling.frequency_penalty != 0.0,
         "sampling": lambda spec: not spec.sampling.greedy,
+        "speculation": lambda spec: spec.draft_limit is not None,
     }
 )
 """The features of requests that an engine may lack, or may have only where one worker computes the whole request. Each has its

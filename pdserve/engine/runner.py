@@ -23,7 +23,7 @@ from pdserve.core.errors import ConfigError, OutOfMemory
 from pdserve.core.kv_layout import DTYPE_BITS, fit_max_model_len
 from pdserve.core.roofline import ModelShape, StepTraffic
 from pdserve.core.shards import shares_of_rank
-from pdserve.core.step_plan import Sampled, StepPlan
+from pdserve.core.step_plan import Sampled, StepPlan, accept
 from pdserve.core.worker import ExpertLoad, expert_load
 from pdserve.engine.attention.bounded import MOST_POSITIONS
 from pdserve.engine.gang.leader import Gang, OnLost
@@ -44,9 +44,6 @@ from pdserve.engine.models.weights import WeightSource
 from pdserve.engine.native import library
 from pdserve.engine.sampler import MaskThread, all_greedy, best_ids, sample
 
-DRAFTS_OBSTACLE: Final = (
-    "kv_cache_dtype stores scaled blocks, and the scale of a block would depend on drafts that turn out to be wrong"
-)
 CPU_PROMPT_TOKENS: Final = 128
 """The number of tokens that shows the speed at which a CPU computes prompts. 512 tokens take four times as long and show the
 same speed."""
@@ -97,7 +94,7 @@ class ModelRunner:
         self.numerics = ""
         """The name of the bits that this engine computes, see `numerics_of`. Empty: it has none, or nobody has asked."""
         self.max_model_len = max_model_len
-        self.drafts_obstacle = DRAFTS_OBSTACLE if kv.spec.quantised else None
+        self.drafts_obstacle = model.drafts_obstacle if isinstance(model, native.NativeDecoder) else None
         """The reason, in words, why steps cannot take drafts; None when they can."""
         self._on_cuda = kv.device.type == "cuda"
         self._masks = MaskThread()
@@ -107,10 +104,11 @@ class ModelRunner:
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need at least as much memory as any step. Execute them only while the pool is unused."""
         limits = self._limits(config)
+        copies = config.speculative_config.drafts and self.kv.spec.quantised
         if not isinstance(self._model, native.NativeDecoder):
-            return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
+            return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=(), copies=copies)
         batches = {size for group in self.kv.spec.groups for size in native.split_batches(group.num_kv_heads)}
-        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
+        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)), copies=copies)
 
     def prompt_step(self, config: EngineConfig) -> StepPlan:
         """Return a step of one prompt that shows at which speed prompts are computed.
@@ -338,14 +336,32 @@ class ModelRunner:
 
         Raises `OutOfMemory` or `OutOfThreads`, for work that had only been queued.
         """
-        if pending.written is None:
-            return pending.drawn
+        drawn = pending.drawn
         try:
-            pending.written.synchronize()
+            if pending.written is not None:
+                pending.written.synchronize()
+            if pending.best is not None:
+                drawn = [(token_id, None) for token_id in pending.best.tolist()]
+            if self.kv.spec.quantised:
+                self._settle_drafts(pending.plan, drawn)
         except (MemoryError, RuntimeError) as exc:
             _raise_out_of_memory(exc, pending.plan)
             raise
-        return pending.drawn if pending.best is None else [(token_id, None) for token_id in pending.best.tolist()]
+        return drawn
+
+    def _settle_drafts(self, plan: StepPlan, drawn: list[Sampled]) -> None:
+        """Take back what rejected drafts changed in quantised blocks: a larger number raises the scale of a block for good."""
+        counts, rejected, at = [1] * plan.decodes, False, plan.decodes
+        for piece in plan.slices[plan.decodes :]:
+            end = at + len(piece.samples)
+            counts.append(len(accept(piece.drafts, drawn[at:end])) if piece.drafts else 1)
+            rejected |= bool(piece.drafts) and counts[-1] < end - at
+            at = end
+        if not rejected:
+            return
+        self._model.settle_drafts(counts)
+        if self._on_cuda:
+            torch.cuda.current_stream().synchronize()
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Launch a plan and collect its tokens at once, for callers without other work in between."""

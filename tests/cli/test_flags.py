@@ -111,6 +111,15 @@ def test_origins_are_a_list_in_vllms_form_or_with_commas(given: str) -> None:
     assert parse("--allowed-origins", given).router.allowed_origins == ("https://a.example", "null")
 
 
+def test_speculation_has_vllms_flag() -> None:
+    given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    how = parse("--speculative-config", given).engine.speculative_config
+    assert (how.method, how.num_speculative_tokens, how.prompt_lookup_max) == ("ngram", 5, 4)
+    assert not parse().engine.speculative_config.drafts
+    alone = parse("--set", "decode.engine.speculative_config={method: suffix}")
+    assert [alone.engine_for(pool).speculative_config.drafts for pool in (alone.prefill, alone.decode)] == [False, True]
+
+
 def test_port_zero_frees_grpc_as_well_unless_it_is_given() -> None:
     assert parse("--port", "0").router.grpc_port == 0
     assert parse("--port", "0", "--grpc-port", "7").router.grpc_port == 7
@@ -136,6 +145,8 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     assert parse("--model", "m").engine.model == str(tmp_path / "m")
     assert parse("--model", "org/name").engine.model == "org/name"
+    drafts = parse("--speculative-config", '{"method": "draft_model", "model": "m"}').engine.speculative_config
+    assert drafts.model == str(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +158,17 @@ def test_a_relative_model_folder_becomes_absolute(tmp_path: Path, monkeypatch: p
         (("up", "--kv-cache-memory", "lots"), "--kv-cache-memory"),
         (("up", "--allowed-origins", "[*]"), "--allowed-origins"),
         (("up", "--allowed-origins", "[1]"), "error: router.allowed_origins"),
+        (("up", "--speculative-config", "ngram"), "--speculative-config"),
+        (("up", "--speculative-config", "[1]"), "--speculative-config"),
+        (("up", "--speculative-config", '{"method": "eagle"}'), "error: engine.speculative_config.method must be"),
+        (
+            ("up", "--speculative-config", '{"draft_tensor_parallel_size": 1}'),
+            "error: unknown setting engine.speculative_config",
+        ),
+        (
+            ("up", "--speculative-config", '{"method": "suffix", "num_speculative_tokens": 65}'),
+            "error: engine.speculative_config.num_speculative_tokens",
+        ),
         (("up", "--decode", "0"), "--decode"),
         (("up", "--placement", "moon"), "--placement"),
         (("up", "--set", "engine.blok=1"), "error: unknown setting engine.blok"),

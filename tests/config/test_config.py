@@ -278,6 +278,23 @@ RELATIONS = [
         ["engine.rank_collective=nccl", "engine.backend=vllm", "engine.tensor_parallel_size=2"],
         ["rank_collective is nccl", "backend is vllm"],
     ),
+    (
+        ["engine.speculative_config={method: suffix}", "engine.backend=vllm"],
+        ["engine.speculative_config is for the backend pdserve", "vllm.args"],
+    ),
+    (
+        ["engine.speculative_config={method: self}", "engine.tensor_parallel_size=2"],
+        ["speculative_config.method self drafts with one rank", "use suffix"],
+    ),
+    (["engine.speculative_config={method: draft_model}"], ["engine.speculative_config.", "draft_model", "set model"]),
+    (
+        ["engine.speculative_config={method: suffix, model: tiny}"],
+        ["engine.speculative_config.model is only for the method draft_model", "method is suffix"],
+    ),
+    (
+        ["engine.speculative_config={method: ngram, prompt_lookup_min: 5, prompt_lookup_max: 4}"],
+        ["engine.speculative_config.prompt_lookup_max must be at least prompt_lookup_min (5)", "got 4"],
+    ),
     (["prefill.engine={model: tiny}"], ["prefill.engine.model and decode.engine.model"]),
     (
         ["decode.engine={quantization: int4}"],

@@ -14,7 +14,7 @@ from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig
 from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.model_spec import MoeSpec
-from pdserve.core.step_plan import SequenceSlice, StepPlan
+from pdserve.core.step_plan import GREEDY, SequenceSlice, StepPlan
 from pdserve.engine.loading.load import load_weights
 from pdserve.engine.models import choice, graphs
 from pdserve.engine.models.graphs import buckets
@@ -142,6 +142,29 @@ def test_recorded_steps_count_the_tokens_of_experts_and_no_row_of_nobody():
     assert load_told == by_torch.expert_load()
     assert load_told.choices == (4 + 2 + 3 + 3) * 2
     assert replays == [4] or DEVICE.type == "cuda"
+
+
+def test_a_step_with_drafts_replays_a_recording_and_has_the_bits_of_single_steps(runners):
+    """Rows of drafts are decodes that share a block table. Quantised rows take turns, which no recording has.
+
+    The single steps have four rows as well, because torch gives the products of another number of rows other bits.
+    """
+    by_triton = runners[1]
+    groups, quantised = len(by_triton.kv.caches), by_triton.kv.spec.quantised
+    own, *others = steps([14, 1, 1, 1], 0, groups, seed=8)[1].slices
+    by_triton.logits(StepPlan((own._replace(start=0, token_ids=tuple(range(14))),)))
+    before = [cache.blocks.clone() for cache in by_triton.kv.caches]
+    drafted = own._replace(start=14, token_ids=(5, 6, 7, 8), samples=(GREEDY,) * 4)
+    replays.clear()
+    found = by_triton.logits(StepPlan((drafted,)))
+    if DEVICE.type == "cpu":
+        assert replays == ([] if quantised else [4])
+    for cache, blocks in zip(by_triton.kv.caches, before, strict=True):
+        cache.blocks.copy_(blocks)
+    for row, token_id in enumerate(drafted.token_ids):
+        single = own._replace(start=14 + row, token_ids=(token_id,), samples=(GREEDY,))
+        logits = by_triton.logits(StepPlan((*others[:row], single, *others[row:])))
+        assert torch.equal(logits[row], found[row])
 
 
 def test_buckets_hold_the_largest_batch_and_waste_at_most_half():

@@ -262,3 +262,62 @@ def test_a_mask_that_needs_too_much_work_fails_the_state(monkeypatch, limit, con
     assert "too much work" in state.failure
     assert "\n" not in state.failure
     assert (state.mask(), state.ended, state.is_accepting, len(compiler)) == (None, False, False, 0)
+
+
+@settings(max_examples=60)
+@given(rng=st.randoms(use_true_random=False), model=st.sampled_from(["tiny", "default"]))
+def test_a_place_ahead_is_that_of_the_tokens_and_leaves_the_state_where_it_is(rng: random.Random, model: str) -> None:
+    """Along a draft that goes wrong somewhere. Each place has the mask of a state that took the tokens, whoever asks first."""
+    constraint = schema(**random_schema(rng))
+    output, _ = walk(compiler_of(model).start(constraint), vocabulary_of(model).eos_token_ids, rng, most=40)
+    state, known = compiler_of(model).start(constraint), rng.randrange(len(output))
+    state.catch_up(output[:known], 0)
+    wrong = rng.randrange(vocabulary_of(model).size)
+    places, place = [], state
+    for token_id in (*output[known : known + 5], wrong):
+        allowed = token_id in allowed_ids(place.mask() or b"")
+        further = place.after(token_id)
+        assert (further is not None) == allowed
+        if further is None:
+            break
+        places.append(place := further)
+    for length, place in reversed(list(enumerate(places[:5], known + 1))):
+        if length > len(output):
+            continue
+        alone = compiler_of(model).start(constraint)
+        alone.catch_up(output[:length], 0)
+        assert (place.ended, place.mask()) == (alone.ended, alone.mask())
+    assert state.accepted == known
+    state.catch_up(output, 0)
+    assert state.failure is None
+
+
+def test_forced_text_is_told_as_tokens_and_takes_nothing(compiler, tokenizer):
+    """Text after which a token might go on in several ways is not forced."""
+    state = compiler.start(Constraint(K.REGEX, "the (harbour light|house)"))
+    forced = state.forced()
+    assert forced
+    assert "the ".startswith(tokenizer.decode(list(forced)))
+    assert (state.accepted, state.forced()) == (0, forced)
+    state.catch_up(tokens := tokenizer.encode("the harb", add_special_tokens=False), 0)
+    rest = tokenizer.decode([*tokens, *state.forced()])
+    assert len(rest) > len("the harb")
+    assert "the harbour light".startswith(rest)
+    free = compiler.start(Constraint(K.REGEX, "[a-z]+"))
+    assert free.forced() == ()
+
+
+def test_a_place_ahead_that_fails_changes_nothing(monkeypatch):
+    """A mask ahead that needs too much work is that of a draft, which may be wrong."""
+    limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=15)
+    monkeypatch.setattr(compiler_module, "LIMITS", limits)
+    compiler = Compiler(vocabulary_of("tiny"))
+    state = compiler.start(Constraint(K.REGEX, "(a|b)*a(a|b){12}c"))
+    (letter,) = tokenizer_of("tiny").encode("a", add_special_tokens=False)
+    place: ConstraintState | None = state
+    while place is not None and place.mask() is not None:
+        place = place.after(letter)
+    assert place is None or place.failure is not None
+    assert state.failure is None
+    assert len(compiler) == 1, "the grammar stays with those that are compiled"
+    assert state.mask() is not None

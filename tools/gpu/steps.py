@@ -5,6 +5,7 @@ The goals are decode at 75 % of the memory's rate, and prefill of 2,048 tokens a
 
 from __future__ import annotations
 
+from pdserve.core.step_plan import GREEDY, StepPlan
 from tools.gpu.machine import machine
 from tools.gpu.row import Row, Setup, wall_s
 from tools.gpu.shapes import card, make_runner, matrix_bytes, plan
@@ -26,6 +27,16 @@ def run_decode(setup: Setup) -> None:
         floor_s = (matrix_bytes(shape, runner) + kv_bytes) / bytes_s
         case = f"{shape.name}, B={batch}, {context} positions"
         beside_floor("decode", case, took_s, floor_s, "bytes", f"{batch / took_s:,.0f} tokens/s; goal 75 %").emit()
+        for drafts in (1, 3) if setup.rehearsed else (1, 3, 7):
+            if batch * (1 + drafts) > max(batches):
+                continue
+            verifying = plan(shape, range(batch), start=context - 1, count=1 + drafts, room=room)
+            step = StepPlan(tuple([piece._replace(samples=(GREEDY,) * (1 + drafts)) for piece in verifying.slices]))
+            verified_s = wall_s(lambda step=step: runner.execute(step))
+            alone = f"{took_s * 1e3:.2f} ms without"
+            note = "rows of drafts are decodes, so a recording is replayed"
+            ratio = f"{verified_s / took_s:.2f}"
+            Row("decode", f"{case}, drafts {drafts}", f"{verified_s * 1e3:.2f} ms", alone, ratio, note).emit()
 
 
 def run_prefill(setup: Setup) -> None:

@@ -63,5 +63,8 @@ class ModelDrafter(Drafter, Protocol):
     needs_blocks: bool
     """True when it writes KV of its drafts into the blocks of the sequences."""
 
+    spent_s: float
+    """The time that its last proposal took, in seconds."""
+
     def place_s(self, sequences: int, read: int) -> float:
         """Return the expected time to draft one more place of so many sequences, which have `read` tokens, in seconds."""

@@ -126,8 +126,10 @@ class DraftChoice:
         self._odds = Odds()
         self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
+        self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
+        self._spent_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
         self._worth = 2 * WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
@@ -137,7 +139,7 @@ class DraftChoice:
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds = [], {}
+        self._proposed, self._kinds, self._ended, self._drafting_s, self._spent_s = [], {}, [], 0.0, 0.0
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -150,7 +152,9 @@ class DraftChoice:
         if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
         views = source.draft_views(self._most)
-        read = sum([len(view.tokens) for view in views]) * sequences // max(len(views), 1)
+        if not views:
+            return NO_DRAFTS
+        read = sum([len(view.tokens) for view in views]) * sequences // len(views)
         base = Base(sequences, StepSize(sequences + prompt_tokens, read), room)
         self._proposed = found = self._propose(views)
         if self._model is not None:
@@ -175,7 +179,12 @@ class DraftChoice:
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
-        """Learn from the step whose drafts were chosen last."""
+        """Learn from the step whose drafts were chosen last. Sequences that it has ended were forgotten before."""
+        self._learn(outcome)
+        for seq_id in self._ended:
+            self._odds.forget(seq_id)
+
+    def _learn(self, outcome: StepOutcome) -> None:
         for seq_id, drafted, accepted in outcome.verified:
             self._odds.learn(seq_id, self._kinds.get(seq_id, ""), drafted, accepted)
         if not self._proposed or self._steps % SAMPLED_STEPS:
@@ -188,14 +197,15 @@ class DraftChoice:
                     self._odds.learn(token.seq_id, draft.kind, 1, int(token.token_id == draft.token_ids[0]))
 
     def took(self, rows: int, step_s: float) -> None:
-        """Learn the time of the last step. rows: the number of its tokens. A step that is not the expected one, because it had
-        fewer blocks or more tokens of prompts, teaches nothing."""
+        """Learn the time of the last step, with that of its drafts. rows: the number of its tokens. A step that is not the
+        expected one, because it had fewer blocks or more tokens of prompts, teaches nothing."""
         if rows and rows == self._size.rows and not self._steps % SAMPLED_STEPS:
-            self.costs.learn(self._size, step_s)
+            self.costs.learn(self._size, step_s - self._spent_s)
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens."""
         self._odds.forget(seq_id)
+        self._ended.append(seq_id)
         for drafter in (*self._drafters, *([self._model] if self._model is not None else [])):
             drafter.forget(seq_id, tokens, group)
 
@@ -224,7 +234,6 @@ class DraftChoice:
 
     def _with_model(self, model: ModelDrafter, source: DraftSource, base: Base, found: list[_Proposal]) -> list[_Proposal]:
         """Let the model draft where its time pays, and return the candidates with its drafts in place of worse ones."""
-        self._drafting_s = 0.0
         places, chosen = self._places(model, base, found)
         if not places:
             if self._steps - self._drafted < self._pause:
@@ -240,10 +249,11 @@ class DraftChoice:
             ready = source.with_blocks(view) if model.needs_blocks else view
             if ready is not None:
                 asked[i] = ready
-        drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
-        self._drafting_s = (
-            places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()])) if asked else 0.0
-        )
+        drafts = dict[int, Draft]()
+        if asked:
+            drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True))
+            self._drafting_s = places * model.place_s(len(asked), sum([len(view.tokens) for view in asked.values()]))
+            self._spent_s = model.spent_s
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:

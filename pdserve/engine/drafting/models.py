@@ -48,45 +48,47 @@ def _begin(view: DraftView, tables: Tables) -> _Drafting:
     return _Drafting(view, view.draws(), tables, tuple([array("i", table).tobytes() for table in tables]))
 
 
-def _draft(execute: Execute, going: list[_Drafting], first: StepPlan) -> None:
-    """Draft place after place. first: the step that gives the first place; each later one computes the token before it."""
-    plan = first
-    while going:
-        drawn = execute(plan)
-        left = []
-        for one, (token_id, _) in zip(going, drawn, strict=True):
-            if token_id == NO_TOKEN:
-                continue
-            one.tokens.append(token_id)
-            if len(one.tokens) < one.view.most and one.draws.take(token_id):
-                left.append(one)
-        going = left
-        slices = [one.slice_of(len(one.view.tokens) + len(one.tokens) - 1, (one.tokens[-1],)) for one in going]
-        plan = StepPlan(tuple(slices), len(slices))
+class ModelSteps:
+    """The steps of a drafter, and the time that they take."""
 
-
-class _Timed:
-    """The time that one place takes."""
-
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, execute: Execute, costs: StepCosts) -> None:
+        self._execute = execute
         self._costs = costs
+        self.spent_s = 0.0
+        """The time that the last proposal took, in seconds."""
 
     def place_s(self, sequences: int, read: int) -> float:
         """Return the expected time to draft one more place of so many sequences, which have `read` tokens, in seconds."""
         return self._costs.step_s(StepSize(sequences, read))
 
-    def execute(self, execute: Execute, plan: StepPlan) -> list[Sampled]:
-        """Compute a step and learn its time."""
+    def draft(self, going: list[_Drafting], first: StepPlan) -> None:
+        """Draft place after place. first: the step that gives the first place; each later one computes the token before it."""
+        plan, self.spent_s = first, 0.0
+        while plan.slices:
+            drawn = iter(self._computed(plan))
+            left = []
+            for one in going:
+                token_id, _ = next(drawn)
+                if token_id == NO_TOKEN:
+                    continue
+                one.tokens.append(token_id)
+                if len(one.tokens) < one.view.most and one.draws.take(token_id):
+                    left.append(one)
+            going = left
+            slices = [one.slice_of(len(one.view.tokens) + len(one.tokens) - 1, (one.tokens[-1],)) for one in going]
+            plan = StepPlan(tuple(slices), len(slices))
+
+    def _computed(self, plan: StepPlan) -> list[Sampled]:
         began_s = time.perf_counter()
-        drawn = execute(plan)
+        drawn = self._execute(plan)
+        took_s = time.perf_counter() - began_s
+        self.spent_s += took_s
         if plan.decodes == len(plan.slices):
-            self._costs.learn(
-                StepSize(plan.decodes, sum([piece.start for piece in plan.slices])), time.perf_counter() - began_s
-            )
+            self._costs.learn(StepSize(plan.decodes, sum([piece.start for piece in plan.slices])), took_s)
         return drawn
 
 
-class SelfDrafter:
+class SelfDrafter(ModelSteps):
     """Drafts with the model's own weights in fewer bits, or with its first layers alone, over the KV of the model itself.
 
     The KV of drafts goes into the blocks of the sequence, behind its computed tokens, where the step that verifies them
@@ -98,19 +100,17 @@ class SelfDrafter:
     def __init__(self, execute: Execute, kv: KvPool, costs: StepCosts, kind: str, most: int) -> None:
         """execute: computes a step with the copy, over `kv`, the pool of the model. costs: the times of such steps. kind: the
         name of its drafts. most: the most drafts of a sequence."""
+        super().__init__(execute, costs)
         self.kind = kind
         self.most = most
-        self._execute = execute
         self._kv = kv
-        self._timed = _Timed(costs)
-        self.place_s = self._timed.place_s
 
     def propose(self, views: Sequence[DraftView]) -> list[Draft]:
         """Return a draft for each of these sequences, which have blocks for them."""
         going = [_begin(view, view.block_tables) for view in views]
         slices = tuple([one.slice_of(len(one.view.tokens) - 1, (one.view.tokens[-1],)) for one in going])
         kept = self._keep(views)
-        _draft(lambda plan: self._timed.execute(self._execute, plan), list(going), StepPlan(slices, len(slices)))
+        self.draft(list(going), StepPlan(slices, len(slices)))
         for blocks, ids, before in kept:
             blocks[ids] = before
         return [Draft(tuple(one.tokens), self.kind) if one.tokens else NO_DRAFT for one in going]
@@ -140,7 +140,7 @@ class _Known:
     sure: int = 0
 
 
-class ModelDraft:
+class ModelDraft(ModelSteps):
     """Drafts with a smaller model of the same vocabulary, over KV of its own. That KV is never handed over: a decode worker
     computes it from the prompt, a part in each step, before the first drafts of a sequence."""
 
@@ -152,15 +152,14 @@ class ModelDraft:
     ) -> None:
         """execute: computes a step of the draft model. num_blocks, block_size, groups: its pool. longest: the most tokens of a
         sequence that it takes. most: the most drafts of a sequence."""
+        super().__init__(execute, costs)
         self.most = most
-        self._execute = execute
         self._block_size = block_size
         self._groups = groups
         self._longest = longest
+        self._num_blocks = num_blocks
         self._free = [BlockId(i) for i in range(num_blocks)]
         self._known: dict[SeqId, _Known] = {}
-        self._timed = _Timed(costs)
-        self.place_s = self._timed.place_s
 
     def propose(self, views: Sequence[DraftView]) -> list[Draft]:
         """Return a draft for each of these sequences whose tokens have KV here, and compute that of some others."""
@@ -188,8 +187,7 @@ class ModelDraft:
         singles = sum(len(piece.token_ids) == 1 and bool(piece.samples) for piece in slices)
         order = {piece.seq_id: i for i, piece in enumerate(slices)}
         going.sort(key=lambda one: order[one.view.seq_id])
-        if slices:
-            _draft(lambda plan: self._timed.execute(self._execute, plan), list(going), StepPlan(tuple(slices), singles))
+        self.draft(list(going), StepPlan(tuple(slices), singles))
         for one in going:
             self._known[one.view.seq_id].tokens.extend(one.tokens[:-1])
         drafts = {one.view.seq_id: Draft(tuple(one.tokens), self.kind) for one in going if one.tokens}

@@ -2,7 +2,8 @@
 
 A draft counts only if all drafts before it in its slice are right. So for each kind of draft and each place, the share of right
 drafts is learned among those whose predecessors were right, and the product of the shares up to a place is the probability
-that the draft there *survives*. A text is easier or harder than the mean of its kind, so each sequence has a factor as well.
+that the draft there *survives*. A text is easier or harder than the mean of its kind, so each sequence has a
+factor as well. It is that of a family of kinds, their first word: what lookups are worth in a text says nothing of a model.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class Odds:
 
     def __init__(self) -> None:
         self._kinds: dict[str, list[_Share]] = {}
-        self._own: dict[SeqId, tuple[float, float]] = {}  # of a sequence: its right drafts, and those that were expected
+        # Of a sequence and a family of kinds: the right drafts, and those that were expected.
+        self._own: dict[SeqId, dict[str, tuple[float, float]]] = {}
 
     def survival(self, seq_id: SeqId, kind: str, count: int) -> list[float]:
         """Return the probability that each of `count` drafts of a sequence is right, with all drafts before it."""
-        right, expected = self._own.get(seq_id, (0.0, 0.0))
+        right, expected = self._own.get(seq_id, {}).get(kind.partition(" ")[0], (0.0, 0.0))
         factor = (right + OWN_PRIOR) / (expected + OWN_PRIOR)
         survivals, product = list[float](), 1.0
         for share in self._shares(kind, count):
@@ -63,7 +65,8 @@ class Odds:
     def learn(self, seq_id: SeqId, kind: str, drafted: int, accepted: int) -> None:
         """Learn from a slice of `drafted` drafts, of which the first `accepted` were right."""
         tried = min(drafted, accepted + 1)
-        right, expected = self._own.get(seq_id, (0.0, 0.0))
+        own, family = self._own.setdefault(seq_id, {}), kind.partition(" ")[0]
+        right, expected = own.get(family, (0.0, 0.0))
         keep = 1.0 - 1.0 / OWN_WINDOW
         shares = self._kinds.setdefault(kind, []) if kind in self._kinds or len(self._kinds) < KINDS else []
         for place, share in enumerate(self._shares(kind, tried)):
@@ -71,7 +74,7 @@ class Odds:
                 shares.append(_Share())
             shares[place].add(place < accepted)
             right, expected = right * keep + (place < accepted), expected * keep + share
-        self._own[seq_id] = right, expected
+        own[family] = right, expected
 
     def forget(self, seq_id: SeqId) -> None:
         """Forget a sequence that has ended."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from pdserve.core.errors import ReplicaLost
 from pdserve.core.shards import RankShare
-from pdserve.core.step_plan import StepPlan
+from pdserve.core.step_plan import GREEDY, StepPlan
 from pdserve.core.worker import LayerCounts
 from pdserve.engine.gang.memory import SharedMemory
 from pdserve.engine.layers.rows import PROBE_ROWS
@@ -179,13 +180,22 @@ class MetRanks:
         return frozenset(told.all(0).nonzero().flatten().tolist())
 
     def tell_step(self, plan: StepPlan, rows: list[int]) -> None:
-        """Give a step to the other ranks: a plan without its draws, and the rows of its logits. Raises `ReplicaLost`."""
-        plain = StepPlan(tuple(piece._replace(samples=(), packed=()) for piece in plan.slices))
+        """Give a step to the other ranks: a plan, of whose draws only the number with drafts stays, and the rows of its logits.
+
+        Raises `ReplicaLost`.
+        """
+        plain = StepPlan(tuple(
+            piece._replace(samples=(GREEDY,) * len(piece.samples) if piece.drafts else (), packed=()) for piece in plan.slices
+        ))  # fmt: skip
         self._gang.tell(pickle.dumps((plain, rows)), self.timeout_s)
 
-    def next_step(self) -> tuple[StepPlan, list[int]]:
-        """Wait for a step of rank 0, however long it takes, and return it. Raises `ReplicaLost`."""
-        step: tuple[StepPlan, list[int]] = pickle.loads(self._gang.tell(None, None))  # noqa: S301 - from a rank of this gang
+    def tell_counts(self, counts: list[int]) -> None:
+        """Give the other ranks the counts of `Model.settle_drafts`. Raises `ReplicaLost`."""
+        self._gang.tell(pickle.dumps((None, counts)), self.timeout_s)
+
+    def next_step(self) -> tuple[StepPlan | None, list[int]]:
+        """Wait for a step or counts of rank 0, however long it takes, and return them. Raises `ReplicaLost`."""
+        step: tuple[StepPlan | None, list[int]] = pickle.loads(self._gang.tell(None, None))  # noqa: S301 - from a rank of this gang
         return step
 
     def end_step(self) -> None:
@@ -224,17 +234,38 @@ class RankDecoder:
     def follow(self) -> NoReturn:
         """Compute the steps of rank 0, until the gang is lost. Raises `ReplicaLost` then."""
         while True:
-            self._compute(*self._ranks.next_step())
+            plan, rows = self._ranks.next_step()
+            if plan is None:
+                self._settle(rows)
+            else:
+                self._compute(plan, rows)
+
+    def settle_drafts(self, counts: list[int]) -> None:
+        """Take back what rejected drafts changed in the blocks of all ranks, as `Model.settle_drafts` says.
+
+        Only rank 0 calls it. A failure ends the gang. Raises `ReplicaLost`.
+        """
+        self._ranks.tell_counts(counts)
+        self._settle(counts)
 
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert so far, of each layer of this rank's stage that has experts."""
         return self._model.expert_counts()
 
     def _compute(self, plan: StepPlan, rows: list[int]) -> Logits | None:
+        with self._with_others():
+            return self._model.forward(plan, rows)
+
+    def _settle(self, counts: list[int]) -> None:
+        with self._with_others():
+            self._model.settle_drafts(counts)
+
+    @contextmanager
+    def _with_others(self) -> Iterator[None]:
+        """Wait for the other ranks at the end of `with`. A failure ends the gang, because they wait for this rank."""
         try:
-            logits = self._model.forward(plan, rows)
+            yield
             self._ranks.end_step()
-        except BaseException:  # the others wait for this rank
+        except BaseException:
             self._ranks.lose()
             raise
-        return logits

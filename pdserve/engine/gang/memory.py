@@ -56,7 +56,7 @@ def gang_layout(
     """
     slots = max((layer.mlp.experts_per_token for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=0)
     # Of 4 bytes, with room for rounding. Each sequence has a row at least.
-    words = 64 + 4 * rows + groups * (2 * rows + rows * table_blocks + 4)
+    words = 64 + 5 * rows + groups * (2 * rows + rows * table_blocks + 4)
     widths = (max(layer.attention.out_width, layer.mlp.intermediate) for layer in spec.layers)
     gathered = max(widths) if RankShare(spec, degrees).gathers else 0
     return library.NativeGang(

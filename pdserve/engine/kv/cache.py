@@ -186,6 +186,22 @@ class KvCache:
             plane.view(sequences, heads, -1, dim) for plane, (heads, dim) in zip(split, self.layout.planes, strict=True)
         )
 
+    def copies(self, layer: int, blocks: Tensor) -> tuple[Tensor, ...]:
+        """Return copies of what quantised blocks [n] int64 hold of one layer, scales included; the first dimension is n."""
+        return tuple(one[blocks, layer] for one in self._stored())
+
+    def restore(self, layer: int, blocks: Tensor, copies: tuple[Tensor, ...]) -> None:
+        """Write the result of `copies` for these blocks back."""
+        for one, copy_ in zip(self._stored(), copies, strict=True):
+            one[blocks, layer] = copy_
+
+    def _stored(self) -> Iterator[Tensor]:
+        """Yield the numbers and the scales of each part of a quantised pool."""
+        for part in self.parts:
+            assert part.scales is not None
+            yield part.data
+            yield part.scales
+
     def _dequantised(self, layer: int, blocks: Tensor) -> Iterator[Tensor]:
         """Yield the values of each plane in one layer as `gather` returns them. blocks: [sequences, blocks] int64."""
         planes = iter(self.layout.planes)

@@ -3,8 +3,9 @@
 The memory of a step beside weights and KV grows with its rows and with the rows that draw a token; `_wide` has the most of
 both. Where KV is gathered out of the pool, it also grows with the positions that its tokens attend to; `_long` has the most
 positions. Where a sliding window bounds what one sequence gathers, more sequences share a turn of attention; `_windowed` has
-the most sequences in a turn. No step needs more than all of these together, so their sum bounds every step. Each of them runs
-in a moment, while a single step with every sequence at the longest context would take seconds.
+the most sequences in a turn. Where blocks are copied because drafts may be wrong, `_drafted` has the most copies. No step
+needs more than all of these together, so their sum bounds every step. Each of them runs in a moment, while a single step with
+every sequence at the longest context would take seconds.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
-def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
+def largest_steps(
+    limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...], copies: bool = False
+) -> tuple[StepPlan, ...]:
     """Return the largest steps. Run them on an unused pool: block ids repeat, and the steps write meaningless KV.
 
     gathered: positions whose KV attention copies out of the pool at a time; 0 means that it reads KV in place.
     decode_batches: numbers of single tokens that the backend computes in a special way; each becomes a step at the longest
-    context.
+    context. copies: the backend copies blocks that drafts change.
     """
     batches = [_long_decodes(limits, min(size, limits.sequences)) for size in decode_batches]
+    if copies and min(limits.sequences, limits.max_model_len - 1) > 1:
+        batches.append(_drafted(limits))
     if not gathered:
         return (_wide(limits), *batches)
     windowed = [_windowed(limits, gathered, size) for size in limits.windows if size < limits.max_model_len]
@@ -86,6 +91,17 @@ def _windowed(limits: StepLimits, gathered: int, window: int) -> StepPlan:
     count = min(limits.sequences, max(1, gathered // window))
     start = min(window + STRADDLE - 2, limits.max_model_len - 2)
     return StepPlan(tuple(_slice(limits, i, start, 1) for i in range(count)))
+
+
+def _drafted(limits: StepLimits) -> StepPlan:
+    """Return a step with the most rows of drafts: it draws after as many rows as sequences may run."""
+    rest, longest = limits.sequences, limits.max_model_len - 1
+    slices: list[SequenceSlice] = []
+    while rest > 0:
+        count = min(rest, longest)
+        slices.append(_slice(limits, len(slices), 0, count)._replace(samples=_DRAW * count))
+        rest -= count
+    return StepPlan(tuple(slices))
 
 
 def _long_decodes(limits: StepLimits, count: int) -> StepPlan:

@@ -49,5 +49,12 @@ class Model(Protocol):
         needs no more than `best` where the model has it, so the model may leave the other logits out.
         """
 
+    def settle_drafts(self, counts: list[int]) -> None:
+        """Give quantised blocks the bytes of single steps where drafts of the last step do not count.
+
+        counts: of each slice of that step's plan, the rows that count, at least 1. Those of slices without drafts are not read.
+        Call it before another step, and before any block of the step has another owner. On a GPU it is queued.
+        """
+
     def expert_counts(self) -> list[LayerCounts]:
         """Return the tokens that chose each expert so far, of each layer that has experts."""

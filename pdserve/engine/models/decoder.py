@@ -226,11 +226,15 @@ class Decoder:
 
         Ranks of earlier stages return no more than the shape.
         """
-        spans = zip(self._backend.attention, batch.spans, strict=True)
-        return self.forward(batch, [None if one is None else one.prepare(of_group) for one, of_group in spans])
+        groups = self._backend.attention
+        prepared = [
+            [None if one is None else one.prepare(spans) for one, spans in zip(groups, turn.spans, strict=True)]
+            for turn in batch.turns
+        ]
+        return self.forward(batch, prepared)
 
-    def forward(self, batch: Batch, prepared: Sequence[Any]) -> Tensor:
-        """Do the work of `hidden` with the attention of each KV group already prepared. The batch's spans are not read."""
+    def forward(self, batch: Batch, prepared: Sequence[Sequence[Any]]) -> Tensor:
+        """Do the work of `hidden` with the attention of each turn and KV group already prepared. Spans are not read."""
         share, rows = self._ranks.share, self._backend.rows
         if share.stage == 0:
             x, normed = rows.apply(self._embed, batch.token_ids)
@@ -244,20 +248,48 @@ class Decoder:
                 x, normed = self._ranks.carry(x, stage), self._ranks.carry(normed, stage)
         return normed
 
-    def _compute_layers(self, x: Tensor, normed: Tensor, batch: Batch, prepared: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _compute_layers(
+        self, x: Tensor, normed: Tensor, batch: Batch, prepared: Sequence[Sequence[Any]]
+    ) -> tuple[Tensor, Tensor]:
         rows = self._backend.rows
         table_rows = [table[batch.positions[: batch.tokens]] for table in self._tables]
-        for layer, group, at, rope in self._layers:
+        for place in self._layers:
+            layer = place.layer
             projected = tuple(one[: batch.tokens] for one in rows.apply(layer.before_attention, normed))
-            attention = self._backend.attention[group]
-            if attention is None:
-                own = normed.new_empty(batch.tokens, 0)
-            else:
-                query = layer.attention.write(at, projected, table_rows[rope], batch.slots[group])
-                own = attention.run(prepared[group], at, query).flatten(1)
+            own = self._attend(place, projected, table_rows[place.rope], batch, prepared)
             attended = self._ranks.gather(own, layer.attended)
             x, normed = layer.finish(rows, x, _pad_rows(attended, x.shape[0]), batch)
         return x, normed
+
+    def _attend(
+        self,
+        place: LayerPlace,
+        projected: tuple[Tensor, ...],
+        table_rows: Tensor,
+        batch: Batch,
+        prepared: Sequence[Sequence[Any]],
+    ) -> Tensor:
+        """Write the KV of a layer and return its attention [tokens, width], turn by turn."""
+        layer, group, at, _ = place
+        attention = self._backend.attention[group]
+        if attention is None:
+            return projected[0].new_empty(batch.tokens, 0)
+        parts: list[Tensor] = []
+        for turn, ready in zip(batch.turns, prepared, strict=True):
+            own, own_table = projected, table_rows
+            if turn.rows is not None:
+                own, own_table = tuple(one[turn.rows] for one in projected), table_rows[turn.rows]
+            query = layer.attention.write(at, own, own_table, turn.slots[group])
+            if turn.kept is not None:
+                turn.kept.keep(group, at)
+            parts.append(attention.run(ready[group], at, query).flatten(1))
+        if len(parts) == 1:
+            return parts[0]
+        attended = parts[0].new_empty(batch.tokens, parts[0].shape[1])
+        for turn, part in zip(batch.turns, parts, strict=True):
+            assert turn.rows is not None
+            attended[turn.rows] = part
+        return attended
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, vocab] float32 of hidden [rows, hidden], which are any rows of the result of `hidden`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.engine.attention.triton import TritonAttention, TritonStep
 from pdserve.engine.kv.cache import NOBODY, KvCache
-from pdserve.engine.models.batch import Batch
+from pdserve.engine.models.batch import Batch, RowTurn
 from pdserve.engine.models.decoder import Decoder
 
 WARM_UPS: Final = 2  # the first run compiles kernels and makes cuBLAS allocate; neither may be recorded
@@ -66,8 +66,12 @@ class DecodeGraphs:
         self._sizes = sorted(self._recordings)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return what `Decoder.hidden` returns. A batch of single tokens that fits a recording is replayed."""
-        if batch.tokens > self._sizes[-1] or any(span.count != 1 for span in batch.spans[0]):
+        """Return what `Decoder.hidden` returns. A batch of single tokens that fits a recording is replayed.
+
+        A recording has one turn, so steps with drafts are replayed where KV is plain.
+        """
+        turn, *more = batch.turns
+        if more or batch.tokens > self._sizes[-1] or any(span.count != 1 for span in turn.spans[0]):
             return self._model.hidden(batch)
         recording = self._recordings[next(size for size in self._sizes if size >= batch.tokens)]
         self._fill(recording, batch)
@@ -75,17 +79,18 @@ class DecodeGraphs:
         return recording.hidden
 
     def _fill(self, recording: Recording, batch: Batch) -> None:
-        assert [span.row for span in batch.spans[0]] == list(range(batch.tokens))
+        (turn,), (own,) = batch.turns, recording.batch.turns
+        assert [span.row for span in turn.spans[0]] == list(range(batch.tokens))
         fixed = recording.batch
         fixed.token_ids[: batch.tokens].copy_(batch.token_ids[: batch.tokens])
         fixed.positions[: batch.tokens].copy_(batch.positions[: batch.tokens])
-        for slots, given in zip(fixed.slots, batch.slots, strict=True):
+        for slots, given in zip(own.slots, turn.slots, strict=True):
             slots[: batch.tokens].copy_(given)
             if batch.tokens < len(slots):
                 slots[batch.tokens :] = NOBODY
         assert fixed.real is not None
         fixed.real.fill_(batch.tokens)
-        for attention, step, spans in zip(self._attention, recording.attention, batch.spans, strict=True):
+        for attention, step, spans in zip(self._attention, recording.attention, turn.spans, strict=True):
             attention.refill(step, spans)
 
     def _recorded(self, size: int) -> Recording:
@@ -94,8 +99,9 @@ class DecodeGraphs:
         device = attention[0].ends.device
         ids, positions = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2))
         real = torch.zeros((), dtype=torch.int64, device=device)
-        batch = Batch(size, ids, positions, tuple(kv.nobodys_slots(size) for kv in self._caches), (), real)
-        replay, hidden = self._record(lambda: self._model.forward(batch, attention))
+        turn = RowTurn(None, tuple(kv.nobodys_slots(size) for kv in self._caches), ())
+        batch = Batch(size, ids, positions, (turn,), real)
+        replay, hidden = self._record(lambda: self._model.forward(batch, (attention,)))
         return Recording(batch, attention, replay, hidden)
 
 

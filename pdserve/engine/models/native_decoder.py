@@ -124,6 +124,7 @@ class PackedRows:
 LANES: Final = 16  # floats in a vector; gate and up alternate in groups of this many columns
 MOST_HEAD_DIM: Final = 640
 KV_FORMATS: Final = {"bfloat16": 0, "float32": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # the numbers equal those in abi.h
+SHARED_HEADS: Final = "several ranks read one head of quantised KV, which the rows of drafts change one after the other"
 UNEQUAL_LATENTS: Final = "layers that share KV of one shape but have latent vectors of different sizes"
 NEEDS: Final = "bfloat16 on a CPU with AVX2 and FMA, and a C++ compiler when pdserve was installed"
 COMPUTED: Final = frozenset({
@@ -203,6 +204,9 @@ class NativeDecoder:
         self.scheme = scheme
         self.threads = torch.get_num_threads()
         self._block_size = kv.spec.block_size
+        shared = kv.spec.quantised and any(share.shares_kv(layer.attention) for layer in spec.layers)
+        self.drafts_obstacle = SHARED_HEADS if shared else None
+        """The reason, in words, why steps cannot take drafts; None when they can."""
         self._groups = (library.NativeGroup * len(kv.caches))(
             *(library.NativeGroup(0, 0, one.address, one.num_blocks, KV_FORMATS[one.layout.dtype]) for one in kv.caches)
         )
@@ -257,15 +261,22 @@ class NativeDecoder:
         if len(rows) != self._rows and not best_alone:
             self._make_room(len(rows))
         first, lengths, wanted = array("i", starts), array("i", map(len, token_ids)), array("i", rows)
+        drafted = array("i", bytes(4 * plan.decodes))
+        drafted.extend(1 if piece.drafts else 0 for piece in plan.slices[plan.decodes :])
         step = library.Step(
             self.threads, self._layers, len(tokens), len(starts), len(rows), tokens.buffer_info()[0], first.buffer_info()[0],
-            lengths.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size,
+            lengths.buffer_info()[0], drafted.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size,
             0 if best_alone else self._logits_address, best.buffer_info()[0],
         )  # fmt: skip
         _done(self._library.pdserve_model_forward(self._model, ctypes.byref(step)))
         if best_alone:
             return Logits(self._no_values, best.tolist())
         return Logits(self._logits, best.tolist(), partial(self._sample, self._logits))
+
+    def settle_drafts(self, counts: list[int]) -> None:
+        """Take back what rejected drafts changed in quantised blocks, as `Model.settle_drafts` says. Raises `ReplicaLost`."""
+        held = array("i", counts)
+        _done(self._library.pdserve_model_settle(self._model, held.buffer_info()[0]))
 
     def follow(self) -> None:
         """Compute the steps of rank 0, until the gang is lost. Raises `ReplicaLost` then, MemoryError or `OutOfThreads`."""

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from pdserve.core.errors import ConfigError
 
-ABI: Final = 16  # PDSERVE_ABI of abi.h
+ABI: Final = 17  # PDSERVE_ABI of abi.h
 
 
 class InstructionSet(NamedTuple):
@@ -126,7 +126,7 @@ class Step(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("threads", "layers", "rows", "spans", "out_rows")),
-        *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "out", "groups")),
+        *((name, c_void_p) for name in ("token_ids", "span_start", "span_count", "drafted", "out", "groups")),
         ("block_size", c_int64),
         *((name, c_void_p) for name in ("logits", "best")),
     ]  # fmt: skip
@@ -249,6 +249,8 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pdserve_model_forward.restype = c_int
     library.pdserve_model_sample.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p)
     library.pdserve_model_sample.restype = c_int
+    library.pdserve_model_settle.argtypes = (c_void_p, c_void_p)
+    library.pdserve_model_settle.restype = c_int
     library.pdserve_model_follow.argtypes = (c_void_p, c_int64, POINTER(NativeGroup))
     library.pdserve_model_follow.restype = c_int
     library.pdserve_gang_bytes.argtypes = library.pdserve_gang_logits.argtypes = (POINTER(NativeGang),)

@@ -30,7 +30,8 @@ class OutputToken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
     speculation: DraftCounts | None = None
-    """With the last output token: the drafts of the sequence on this worker. None: it had none."""
+    """With the last output token: the drafts of the sequence on this worker so far. None: it had none. Where the request has
+    stop strings, any token may be the last one, so all have it."""
 
 
 class Advance(NamedTuple):
@@ -145,7 +146,7 @@ class Collector:
             if seq.state is _S.ABORTING:
                 self._forget(seq, _E.COLLECTED)
             else:
-                verified.append(self._append_run(seq, guessed, run, tokens, failed))
+                verified.append(self._append_run(seq, guessed, run, tokens))
         chunks = sequences[decodes + len(drafts) :]
         advanced, final = self._chunks(chunks, drawn, tokens, failed) if chunks else ((), ())
         assert next(drawn, None) is None, "there are more sampled tokens than slices that draw one"
@@ -207,7 +208,8 @@ class Collector:
         scores = () if seq.scores is None else seq.take_scores()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, None if reason is None else seq.speculation)
+        told = seq.speculation if reason is not None or seq.params.stop else None
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, told)
 
     def _append_run(
         self,
@@ -215,22 +217,18 @@ class Collector:
         drafts: tuple[int, ...],
         run: Many[Sampled],
         tokens: list[OutputToken],
-        failed: list[Sequence],
     ) -> Verified:
         """Append the accepted tokens of a sequence, as if each was drawn by a step of its own. Only the last may end it, since
-        no draft follows such a token.
+        no draft follows such a token. No row fails the sequence: where one has no numbers, the next step tells, without drafts.
 
         The KV of the other drafts is behind `computed`, where the next slice overwrites it before anything reads it.
         """
         right = len(run) - 1
-        if run[-1][0] == NO_TOKEN and right:  # the row of an accepted draft: the next step computes it again, and tells
-            run = run[:-1]
+        if run[-1][0] == NO_TOKEN:  # perhaps for a draft behind it, whose numbers share a tile: it is computed again alone
+            run, seq.refuses_drafts = run[:-1], True
         seq.speculation = (seq.speculation or NO_COUNTS).add(len(drafts), right)
         for token in run:
             seq.computed += 1
-            if token[0] == NO_TOKEN:
-                self._fail(seq, failed)
-                break
             if not seq.computed % self._block_size:
                 self._prefix.publish(seq)
             if self._windowed and seq.computed >= seq.next_death:

@@ -172,6 +172,8 @@ class Sequence:
     """Number of the step that computed its last chunk."""
     speculation: DraftCounts | None = None
     """Its drafts so far. None: it had none."""
+    refuses_drafts: bool = False
+    """A row of a slice with drafts had no numbers."""
     planned: int = 0
     """Known tokens that the step under way computes; its drafts do not count."""
     prompt_len: int = field(init=False)
@@ -234,6 +236,8 @@ class Sequence:
     def most_drafts(self) -> int:
         """The most drafts that a step may verify: the request may have a limit, and none lies behind the last token that can be
         drawn."""
+        if self.refuses_drafts:
+            return 0
         left, limit = self.longest - len(self.tokens) - 1, self.spec.draft_limit
         return left if limit is None or left < limit else limit
 

@@ -45,7 +45,7 @@ def test_a_machine_that_slows_down_changes_no_ratio():
 
 
 def test_steps_that_others_disturb_leave_the_table_as_it_is():
-    """Two of five steps take longer, some many times as long. Entries in use once sank to a thirtieth of those that were not."""
+    """Two of five steps take longer, some many times as long. Entries in use once sank to a thirtieth of the others."""
     rng, costs = random.Random(1), StepCosts(TABLE)
     for _ in range(4000):
         rows = rng.choice((1, 1, 4))

@@ -42,6 +42,7 @@ def test_a_place_that_was_never_tried_is_like_the_one_before_it():
 def test_a_sequence_that_is_easier_than_its_kind_has_better_odds():
     odds = verified(Odds(), A, "x", 0.5, 4)
     verified(odds, B, "x", 0.98, 4, turns=12)
+    assert odds.survival(B, "y", 1) == odds.survival(A, "y", 1), "it says nothing of other drafters"
     assert odds.survival(B, "x", 1)[0] > odds.survival(SeqId(3), "x", 1)[0] > odds.survival(A, "x", 1)[0] - 0.2
     odds.forget(B)
     assert odds.survival(B, "x", 4) == odds.survival(SeqId(3), "x", 4)

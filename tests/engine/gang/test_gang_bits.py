@@ -18,6 +18,7 @@ from pdserve.engine.kv.pool import KvPool
 from pdserve.engine.layers.linear import COMPILED_SCHEMES
 from pdserve.engine.models.native_decoder import NativeDecoder
 from pdserve.engine.models.weights import ModelWeights
+from tests.engine.drafted_rows import Case, check_drafts
 from tests.engine.native.feature_models import weights_of
 
 SIZE = 16
@@ -125,6 +126,35 @@ def test_weights_of_fewer_bits(name, quantization, degrees):
 def test_kv_of_other_dtypes(name, dtype):
     """A KV head that several ranks read is written by one: two that rounded it would round twice."""
     check(name, Degrees(4), dtype)
+
+
+CASES = [Case(14, 6, 2), Case(90, 0, 1), Case(255, 4, 1), Case(300, 3, 4)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("llama", Degrees(2)), ("gemma", Degrees(4)), ("grouped", Degrees(2, 2)), ("latent", Degrees(1, 2)),
+        ("nine_heads", Degrees(3)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_rank_takes_back_the_rejected_drafts_of_its_heads(name, degrees, dtype):
+    kv = pool(MODELS[name], dtype)
+    with gang_of_threads(MODELS[name], weights(name), degrees, kv) as gang:
+        assert gang.drafts_obstacle is None
+        for seed in range(3):
+            check_drafts(gang, [kv], CASES, seed)
+
+
+def test_ranks_that_share_a_head_of_quantised_kv_take_no_drafts():
+    spec = MODELS["grouped"]
+    for dtype, told in (("int8", "several ranks read one head of quantised KV"), ("bfloat16", None)):
+        kv = pool(spec, dtype)
+        with gang_of_threads(spec, weights("grouped"), Degrees(4), kv) as gang:
+            assert (gang.drafts_obstacle or "").startswith(told or "")
+            assert (gang.drafts_obstacle is None) == (told is None)
 
 
 @pytest.mark.parametrize("name", ["gemma", "latent_mixture"])

@@ -22,7 +22,7 @@ from pdserve.checkpoint.card import ModelCard
 from pdserve.config import MIB, EngineConfig, RankCollective
 from pdserve.core.errors import ConfigError, ReplicaLost
 from pdserve.core.ids import BlockId, SeqId
-from pdserve.core.step_plan import SequenceSlice, StepPlan
+from pdserve.core.step_plan import GREEDY, SequenceSlice, StepPlan
 from pdserve.engine.gang.leader import Gang
 from pdserve.engine.runner import ModelRunner
 from pdserve.worker.rank_service import MEMORY, RANK_SERVICE
@@ -56,6 +56,27 @@ def runner(model: Path, lost: queue.Queue[BaseException]) -> Iterator[ModelRunne
     runner = ModelRunner.load(model, ModelCard.load(model), CONFIG, on_lost=lost.put)
     yield runner
     runner.close()
+
+
+def test_processes_of_a_gang_take_rejected_drafts_back(model: Path) -> None:
+    """All drafts are wrong. The bytes of the pool are those of one process, and those of a step without drafts."""
+    quantised = replace(CONFIG, kv_cache_dtype="int8")
+    pools = []
+    tables = ((BlockId(0), BlockId(1)),)
+    for tensor, pipeline, drafts in ((2, 2, 6), (1, 1, 6), (1, 1, 0)):
+        config = replace(quantised, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+        runner = ModelRunner.load(model, ModelCard.load(model), config)
+        with closing(runner):
+            runner.execute(PLAN)
+            samples = (GREEDY,) * (1 + drafts)
+            piece = SequenceSlice(SeqId(0), 20, (9,) * len(samples), tables, samples)
+            (first, *_), *_ = runner.execute(StepPlan((piece,), not drafts))
+            assert first != 9
+            part = runner.kv.caches[0].parts[0]
+            pools.append((part.data[:2].movedim(3, 1).flatten(0, 1)[:21].clone(), part.scales[:2].clone()))
+    for numbers, scales in pools[:2]:
+        assert torch.equal(numbers, pools[2][0])
+        assert torch.equal(scales, pools[2][1])
 
 
 def ranks() -> list[psutil.Process]:

@@ -31,6 +31,7 @@ from pdserve.engine.layers.ranks import Alone, linear_for
 from pdserve.engine.models import choice
 from pdserve.engine.models.api import Model
 from pdserve.engine.models.choice import check_ranks, torch_model
+from tests.engine.drafted_rows import Case, check_drafts
 from tests.engine.native.feature_models import GEMMA, heads, latent, model, weights_of
 
 SIZE = 16
@@ -252,6 +253,23 @@ def test_whole_experts_of_ranks(degrees: Degrees) -> None:
 def test_kv_of_other_dtypes(name: str, kv_dtype: str) -> None:
     """Each rank rounds its heads once, with the scales of these heads."""
     check(name, Degrees(2, 2), kv_dtype)
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+@pytest.mark.parametrize(
+    ("name", "degrees"), [("nine_heads", Degrees(3)), ("one_kv_head", Degrees(2)), ("gemma", Degrees(2, 2))], ids=str
+)
+def test_each_rank_takes_back_the_rejected_drafts_of_its_heads(name: str, degrees: Degrees, gloo: bool) -> None:
+    """A rank without a KV head takes nothing back."""
+    config = EngineConfig("toy", dtype="float32", batch_invariant=True)  # torch itself needs no other KV for this
+    spec = MODELS[name]
+    pools = own_pools(spec, degrees, "int8", torch.float32) if gloo else [pool(spec, "int8", torch.float32)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        TemporaryDirectory() as folder,
+        gang_of_threads(spec, degrees, pools, config, patch, Path(folder) if gloo else None) as gang,
+    ):
+        check_drafts(gang, pools, [Case(14, 6, 2), Case(40, 0, 1), Case(63, 3, 1), Case(70, 3, 4)], 1)
 
 
 def test_numbers_of_16_bits_where_the_batch_changes_no_bit() -> None:

@@ -69,6 +69,44 @@ def test_settled_steps_need_no_more_memory_and_a_larger_one_is_a_typed_failure(d
     assert done.returncode == 0
 
 
+DRAFTED = """
+from pdserve.checkpoint.card import ModelCard
+from pdserve.checkpoint.resolve import resolve
+from pdserve.config import MIB, EngineConfig, SpeculativeConfig
+from pdserve.core.ids import BlockId, SeqId
+from pdserve.core.step_plan import GREEDY, SequenceSlice, StepPlan
+from pdserve.engine.memory.host import resident_bytes
+from pdserve.engine.runner import ModelRunner
+from pdserve.engine.warm_up import settle
+
+ROWS = 8192
+directory = resolve("tiny")
+config = EngineConfig(
+    dtype="bfloat16", kv_cache_dtype="int8", kv_cache_memory=16 * MIB, device="cpu", threads=1, max_num_seqs=ROWS,
+    max_num_batched_tokens=ROWS, speculative_config=SpeculativeConfig("ngram"),
+)
+runner = ModelRunner.load(directory, ModelCard.load(directory), config)
+settle(runner, config)
+assert ROWS * runner.kv.caches[0].layout.block_bytes > 32 * MIB
+before = resident_bytes()
+tables = [tuple(BlockId(8 * i + j) for j in range(8)) for i in range(ROWS // 128)]
+plan = StepPlan(tuple(SequenceSlice(SeqId(i), 0, (7,) * 128, (table,), (GREEDY,) * 128) for i, table in enumerate(tables)))
+assert len(runner.execute(plan)) == ROWS
+print((resident_bytes() - before) // MIB)
+"""
+
+
+@pytest.mark.skipif(library.load() is None, reason="the kernels were not built, or this CPU lacks AVX2")
+def test_settled_memory_holds_the_copies_of_blocks_that_drafts_change() -> None:
+    """8,192 rows copy 32 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRAFTED], capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path(__file__).resolve().parents[3],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8
+
+
 def test_it_is_our_bug_that_a_step_gets_no_memory_and_a_setting_before_the_first() -> None:
     assert OutOfMemory("").code is ErrorCode.INTERNAL_BUG
 

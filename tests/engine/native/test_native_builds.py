@@ -155,6 +155,7 @@ int pdserve_model_vector(void *, int64_t, int, const float *, int64_t) { __built
 void pdserve_model_expert_counts(void *, int64_t, int64_t *) { __builtin_trap(); }
 int pdserve_model_forward(void *, const PdStep *) { __builtin_trap(); }
 int pdserve_model_sample(void *, int64_t, float *, const PdRow *, int64_t, int32_t *) { __builtin_trap(); }
+int pdserve_model_settle(void *, const int32_t *) { __builtin_trap(); }
 int pdserve_model_follow(void *, int64_t, PdGroup *) { __builtin_trap(); }
 int64_t pdserve_gang_bytes(const PdGang *) { __builtin_trap(); }
 float *pdserve_gang_logits(const PdGang *) { __builtin_trap(); }

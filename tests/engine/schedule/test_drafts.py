@@ -317,6 +317,16 @@ def test_tokens_before_a_row_without_numbers_count_and_the_next_step_computes_it
     assert scheduler.num_live == 0
 
 
+def test_a_first_row_without_numbers_is_computed_again_without_drafts():
+    """A draft behind it may be the reason."""
+    scheduler = decoding(max_tokens=30)
+    outcome = drawn(scheduler, (8, 9), [NO_TOKEN, NO_TOKEN, 5])
+    assert (outcome.tokens, outcome.failed) == ((), ())
+    assert [(s.start, s.token_ids) for s in scheduler.plan({SeqId(1): (8, 9)}).slices] == [(4, (7,))]
+    assert [t.token_id for t in scheduler.collect([(8, None)]).tokens] == [8]
+    assert scheduler.plan({SeqId(1): (8, 9)}).num_tokens == 1
+
+
 def test_rows_behind_a_wrong_draft_may_have_no_numbers():
     scheduler = decoding(max_tokens=30)
     outcome = drawn(scheduler, (8, 9), [11, NO_TOKEN, NO_TOKEN])

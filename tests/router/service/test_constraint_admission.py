@@ -55,8 +55,6 @@ def _with(field: str) -> RequestSpec:
     """Return a request that sets this field."""
     options: dict[str, Any] = {"include_stop_str_in_output": True, "skip_special_tokens": False, "prompt_logprobs": 0}
     sampling = SamplingParams(max_tokens=3, **({field: options[field]} if field in options else {}))
-    if field == "speculation":
-        return RequestSpec((1, 2), sampling, draft_limit=0)
     return RequestSpec((1, 2), sampling, constraint=None if field in options else Constraint(ConstraintKind.REGEX, "a+"))
 
 

@@ -211,7 +211,7 @@ def test_what_vllm_cannot_do_is_told(router, pair):
     prefill, decode = pair
     for worker in pair:
         assert worker.hello.engine == "vllm 0.32.0"
-        assert list(worker.hello.refuses) == ["prompt_logprobs"]
+        assert list(worker.hello.refuses) == ["prompt_logprobs", "speculation"]
         assert "structured_outputs" in worker.hello.undivided
         assert list(worker.hello.unresumed) == ["structured_outputs"]
         assert worker.hello.max_num_batched_tokens == 0, "`pdserve set-budget` may not set it"

@@ -90,6 +90,8 @@ struct PdStep {
     int64_t rows, spans, out_rows;
     const int32_t *token_ids;                 // [rows]
     const int32_t *span_start, *span_count;   // [spans]
+    const int32_t *drafted;                   // [spans], 1: the rows after the first are drafts, which pdserve_model_settle may
+                                              // take back; 0: none are
     const int32_t *out;                       // [out_rows], the rows whose logits are wanted, ascending
     const PdGroup *groups;                    // [groups]
     int64_t block_size;                       // of all groups
@@ -122,7 +124,7 @@ struct PdRow {
 // loads both.
 #pragma GCC visibility push(default)
 
-#define PDSERVE_ABI 16  // it changes with this file; library.py has the same number
+#define PDSERVE_ABI 17  // it changes with this file; library.py has the same number
 int pdserve_abi(void);
 
 // Returns an instruction set that the kernels need and this CPU lacks, as /proc/cpuinfo names it; empty when it lacks none.
@@ -176,6 +178,11 @@ void pdserve_model_expert_counts(void *model, int64_t layer, int64_t *to);
 
 // Computes a step. Only one caller at a time. With a gang, rank 0 of the first stage calls it.
 int pdserve_model_forward(void *model, const PdStep *step);
+
+// Says how many rows of each span of the last step count. counts: [spans], those of spans without drafts are not read. Quantised
+// blocks then have the bytes of as many steps of one token. Each step with drafts needs one such call at most. With a gang, rank 0
+// of the first stage calls it.
+int pdserve_model_settle(void *model, const int32_t *counts);
 
 // Computes the steps of rank 0 until the gang is lost. groups: [groups of the model], the KV pools of this rank. Returns
 // PDSERVE_LOST, or why this rank ended the gang.

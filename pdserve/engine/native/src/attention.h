@@ -68,6 +68,27 @@ struct Paged {
         return found;
     }
 
+    // Returns the bytes of this head in a block, scales included.
+    long head_bytes() const { return (key == value ? 1 : 2) * (block_size * Kv::bytes(dim) + long(sizeof(float))); }
+
+    // Copies this head of a block.
+    void keep(const uint8_t* block, uint8_t* to) const {
+        each_run([&](long at, long size) { std::memcpy(to, block + at, size), to += size; });
+    }
+
+    // Copies what `keep` has kept back into the block.
+    void restore(const uint8_t* from, uint8_t* block) const {
+        each_run([&](long at, long size) { std::memcpy(block + at, from, size), from += size; });
+    }
+
+    // Calls f(at, size) for the bytes [at, at + size) of a block that this head has.
+    template <class F>
+    void each_run(const F& f) const {
+        const long size = block_size * Kv::bytes(dim), scale = long(sizeof(float));
+        f(key, size), f(key_scale, scale);
+        if (value != key) f(value, size), f(value_scale, scale);
+    }
+
     uint8_t* block(long position) const { return pool + table[position / block_size] * block_stride; }
 
     uint8_t* row(long position, long part) const { return block(position) + part + position % block_size * Kv::bytes(dim); }
@@ -152,30 +173,51 @@ private:
     const uint8_t *line_ = nullptr, *stop_ = nullptr;
 };
 
+// The results of rows over the chunks so far. `dim`: numbers of a value, padded to whole panels.
+struct Sums {
+    Lines<float> sum, top, total;
+
+    void fit(long rows, long dim) {
+        sum.assign(rows * dim, 0);
+        top.assign(rows, 0), total.assign(rows, 0);
+    }
+
+    void clear(long rows, long dim) {
+        std::fill_n(sum.begin(), rows * dim, 0.0f);
+        std::fill_n(top.begin(), rows, kNone);
+        std::fill_n(total.begin(), rows, 0.0f);
+    }
+};
+
 // Working memory of one thread. rows: at most as many as a task has. heads: at most as many KV heads as a task has.
 struct AttentionScratch {
-    long rows = 0, heads = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
+    long rows = 0, heads = 0, early_rows = 0, dim = 0, value_dim = 0;  // numbers of a key and of a value, padded to whole panels
     Lines<uint32_t> query, keys, values;               // keys and values of one tile
     Lines<uint32_t> weights;                           // [rows, kChunk] bfloat16
     Lines<float> scores;                               // [rows, kChunk]
-    Lines<float> result, merged, top, total, merged_top, merged_total;
+    Lines<float> result, top, total;
+    Sums merged;
+    Sums early;  // of the rows of drafts, over the chunks that no draft is written to
     Lines<float> key_scales, value_scales;             // [heads, kChunk], only for quantised KV
     Asker asker;
 
-    void fit(long rows_needed, long heads_needed, long dim_padded, long value_padded) {
-        if (rows_needed <= rows && heads_needed <= heads && dim_padded == dim && value_padded == value_dim) return;
+    void fit(long rows_needed, long heads_needed, long early_needed, long dim_padded, long value_padded) {
+        const bool same = dim_padded == dim && value_padded == value_dim;
+        if (rows_needed <= rows && heads_needed <= heads && early_needed <= early_rows && same) return;
         rows_needed = std::max(rows, rows_needed), heads_needed = std::max(heads, heads_needed);
+        early_needed = std::max(early_rows, early_needed);
+        early.fit(early_needed, value_padded);
         query.assign(rows_needed * dim_padded / 2, 0);
         keys.assign(kTile * dim_padded / 2, 0);
         values.assign(kTile * value_padded / 2, 0);
         weights.assign(rows_needed * kChunk / 2, 0);
         scores.assign(rows_needed * kChunk, 0);
         result.assign(rows_needed * value_padded, 0);
-        merged.assign(rows_needed * value_padded, 0);
-        for (auto* one : {&top, &total, &merged_top, &merged_total}) one->assign(rows_needed, 0);
+        merged.fit(rows_needed, value_padded);
+        for (auto* one : {&top, &total}) one->assign(rows_needed, 0);
         for (auto* one : {&key_scales, &value_scales}) one->assign(heads_needed * kChunk, 0);
         asker.fit(heads_needed);
-        rows = rows_needed, heads = heads_needed, dim = dim_padded, value_dim = value_padded;  // last: an allocation may have failed
+        rows = rows_needed, heads = heads_needed, early_rows = early_needed, dim = dim_padded, value_dim = value_padded;  // last: an allocation may have failed
     }
 };
 
@@ -468,6 +510,18 @@ inline void merge(const float* part, float part_top, float part_total, float* su
     }
     total = total * first(keep) + part_total * first(take);
     top = raised;
+}
+
+// Computes the rows of a task over chunks [chunk, chunk_end), and merges them into `to`, where row r has the place at(r).
+template <class Kv, class At, class Following>
+inline void add_chunks(const Paged<Kv>& kv, AttentionScratch& s, const Queries& of, long chunk, long chunk_end, long seen, const Scoring& how,
+                       Sums& to, const At& at, const Following& following) {
+    for (; chunk < chunk_end; chunk++) {
+        attend_chunk(kv, s, of, chunk, seen, how, following);
+        for (long r = 0; r < of.rows(); r++)
+            merge(&s.result[r * s.value_dim], s.top[r], s.total[r], &to.sum[at(r) * s.value_dim], to.top[at(r)], to.total[at(r)],
+                  s.value_dim);
+    }
 }
 
 inline void finish_row(const float* sum, float total, long dim, bf16* to) {

@@ -87,7 +87,7 @@ class Gang {
 
     // Waits for what the stage before carried in this step.
     void take_over() {
-        const uint32_t due = steps_;
+        const uint32_t due = ++taken_;
         wait(shared_->handed[of_.stage - 1], of_.timeout_ms, [due](uint32_t now) { return int32_t(now - due) >= 0; });
     }
 
@@ -99,28 +99,42 @@ class Gang {
         to.put(step.token_ids, step.rows * sizeof(int32_t));
         to.put(step.span_start, step.spans * sizeof(int32_t));
         to.put(step.span_count, step.spans * sizeof(int32_t));
+        to.put(step.drafted, step.spans * sizeof(int32_t));
         to.put(step.out, step.out_rows * sizeof(int32_t));
         for (const PdGroup* group = step.groups; group < step.groups + groups; group++) {
             to.put(group->span_table, (step.spans + 1) * sizeof(int64_t));
             to.put(group->tables, group->span_table[step.spans] * sizeof(int32_t));
         }
         if (to.left < 0 || step.rows > of_.rows) return false;
-        steps_++;
         add(shared_->begun);
         return true;
     }
 
+    // Writes the counts of the rows that count for the other ranks, as a step without rows. The step before had room for more.
+    void publish_counts(const int32_t* counts, long spans) {
+        PdStep step{};
+        step.spans = spans;
+        const bool all_layers = true;
+        Writer to{step_, of_.step_bytes};
+        to.put(&step, sizeof(step));
+        to.put(&all_layers, sizeof(all_layers));
+        to.put(counts, spans * sizeof(int32_t));
+        add(shared_->begun);
+    }
+
     // Waits for a step, however long it takes, and reads it. Its arrays stay where they are until `end_step`. groups: the pool of each
-    // group; their tables are changed. Throws GangLost.
+    // group; their tables are changed. A step without rows has `span_count` alone, the counts of `publish_counts`. Throws GangLost.
     PdStep next_step(PdGroup* groups, long count, bool& all_layers) {
         const uint32_t due = ++steps_;
         wait(shared_->begun, -1, [due](uint32_t now) { return int32_t(now - due) >= 0; });
         Reader from{step_};
         PdStep step = *(const PdStep*)from.take(sizeof(PdStep));
         all_layers = *(const bool*)from.take(sizeof(bool));
+        if (step.rows == 0) return step.span_count = (const int32_t*)from.take(step.spans * sizeof(int32_t)), step;
         step.token_ids = (const int32_t*)from.take(step.rows * sizeof(int32_t));
         step.span_start = (const int32_t*)from.take(step.spans * sizeof(int32_t));
         step.span_count = (const int32_t*)from.take(step.spans * sizeof(int32_t));
+        step.drafted = (const int32_t*)from.take(step.spans * sizeof(int32_t));
         step.out = (const int32_t*)from.take(step.out_rows * sizeof(int32_t));
         for (PdGroup* group = groups; group < groups + count; group++) {
             group->span_table = (const int64_t*)from.take((step.spans + 1) * sizeof(int64_t));
@@ -208,7 +222,7 @@ class Gang {
     uint8_t *step_ = nullptr, *best_ = nullptr;
     float *logits_ = nullptr, *carried_ = nullptr, *sums_ = nullptr;
     bf16* gathered_ = nullptr;
-    uint32_t meetings_ = 0, ends_ = 0, steps_ = 0;
+    uint32_t meetings_ = 0, ends_ = 0, steps_ = 0, taken_ = 0;
 };
 
 }  // namespace pdserve

@@ -57,6 +57,10 @@ int pdserve_model_forward(void* model, const PdStep* step) {
     return guarded([&] { return ((Model*)model)->forward(*step) ? PDSERVE_DONE : PDSERVE_UNSOUND; });
 }
 
+int pdserve_model_settle(void* model, const int32_t* counts) {
+    return guarded([&] { return ((Model*)model)->settle(counts), PDSERVE_DONE; });
+}
+
 int pdserve_model_follow(void* model, int64_t threads, PdGroup* groups) {
     return guarded([&] { return ((Model*)model)->follow(int(threads), groups), PDSERVE_LOST; });
 }

@@ -77,6 +77,7 @@ struct Layer {
     std::unique_ptr<std::atomic<int64_t>[]> counts;  // tokens that chose each expert
     Weight query_up;                     // of latent attention: queries from their latent vector
     std::vector<Weight> absorb, expand;  // of each of its heads: keys to queries, and values
+    long kept_at = 0;                    // the place of its heads in the copies of a row (`Model::kept_`)
 
     // Returns the widest row of activations between the two products of the MLP, for all experts of a token together.
     long gated_width() const {
@@ -100,9 +101,9 @@ struct Layer {
 
 // Queries of one span and of KV heads [head, head + heads) against chunks [chunk, chunk_end). Only a decode that is not cut into
 // parts has several KV heads. part: the first place for the results of the decode's `parts` chunks from `chunk_first` on, or -1
-// when one task computes all chunks.
+// when one task computes all chunks. drafts: the rows after `begin` that the same thread computes as decodes, one after the other.
 struct Task {
-    long span, head, heads, begin, tokens, chunk, chunk_end, part, parts, chunk_first;
+    long span, head, heads, begin, tokens, chunk, chunk_end, part, parts, chunk_first, drafts = 0;
 };
 
 // The layers of a KV group, and the attention of a step in each of them.
@@ -110,6 +111,7 @@ struct Group {
     long layers = 0, heads = 0, kv_heads = 0, head_dim = 0, value_dim = 0, window = kUnlimited;
     long query_tile = kQueryTile;  // tokens of a task
     std::vector<Task> tasks;
+    std::vector<uint8_t*> kept_blocks;  // the block of each row of spans with drafts, where blocks are quantised
     std::unique_ptr<std::atomic<long>[]> missing;  // chunks of a decode that are not finished yet, by the first of its parts
     long missing_count = 0;
     Lines<float> part_sums, part_tops, part_totals;
@@ -243,6 +245,7 @@ class Model {
     }
 
     bool forward(const PdStep& step);
+    void settle(const int32_t* counts);
     void follow(int threads, PdGroup* groups);
     void sample(int threads, float* logits, const PdRow* rows, long count, int32_t* ids);
 
@@ -296,6 +299,8 @@ class Model {
     void plan(const PdStep& step);
     void plan_tasks(const PdStep& step, Group& group);
     void plan_touched(const PdStep& step);
+    void plan_kept(const PdStep& step);
+    void take_back(const int32_t* counts);
     void fit(const PdStep& step);
     void fit_attention(const PdStep& step);
     void compute(int thread);
@@ -335,10 +340,20 @@ class Model {
     template <class Kv>
     void run(int thread, const Task& task, long layer);
     template <class Kv>
+    void run_drafted(int thread, const Task& task, long layer);
+    template <class Kv>
+    void put_drafted(int thread, const Task& task, long layer, long row);
+    void take_queries(long span, long begin, long head, const Queries& of, long layer, AttentionScratch& s);
+    void finish_rows(long span, long begin, long head, const Queries& of, long layer, AttentionScratch& s);
+    template <class Kv>
     void ask_for_next(int thread, long layer, Asker& asker);
     void merge_parts(const Task& task, long layer, Own& own);
     template <class Kv>
+    Paged<Kv> places(long layer, long head) const;
+    template <class Kv>
     Paged<Kv> paged(long span, long layer, long head) const;
+    template <class Kv>
+    uint8_t* kept(long row, long layer, long head);
 
     void prepare(const Normed& from, long row, float* spare, const Rows& to, const Weight&) const {
         norm_row(from.x + row * from.stride, from.weight.data(), long(from.weight.size()), from.eps, spare, to, row);
@@ -441,11 +456,16 @@ class Model {
     std::unique_ptr<Gang> gang_;  // null: this process computes the whole model
     long layers_now_ = 0;         // the layers that this step computes
 
-    // State of the current step.
-    const PdStep* step_ = nullptr;
+    // State of the current step. `settle` reads it after the step, but none of the arrays to which `now_` points.
+    PdStep now_{};
+    const PdStep* step_ = &now_;
     int threads_ = 1;
     std::vector<Touched> touched_;
-    std::vector<long> span_row_;  // the first row of each span
+    std::vector<long> span_row_;    // the first row of each span
+    std::vector<long> kept_first_;  // of each span: the place of its first row in `kept_`, or -1
+    long kept_bytes_ = 0;           // of a row
+    // [rows of spans with drafts, kept_bytes_]: the heads of a row's block, in all layers, as they were after the row
+    Lines<uint8_t> kept_;
     std::vector<Own> own_;
     Lines<float> residual_, wanted_, qkv_, branch_, expanded_;
     std::vector<float> products_, weights_, shared_weights_;  // of routers: their products, and the weights of experts

@@ -1,5 +1,6 @@
 // The preparation of a step: the check that it is sound, the cut of attention into tasks, and the memory for it.
 #include "model.h"
+#include "model_attention.h"
 
 namespace pdserve {
 
@@ -27,7 +28,7 @@ bool Model::sound(const PdStep& step) const {
 
 // Takes all memory for a step.
 void Model::prepare_step(const PdStep& step, int threads) {
-    step_ = &step;
+    now_ = step;
     threads_ = threads;
     plan(step);
     fit(step);
@@ -72,6 +73,11 @@ void Model::follow(int threads, PdGroup* groups) {
         bool all_layers;
         const PdStep step = gang_->next_step(groups, shape_.groups, all_layers);
         try {
+            if (step.rows == 0) {
+                take_back(step.span_count);
+                gang_->end_step();
+                continue;
+            }
             layers_now_ = all_layers ? shape_.layers : 1;
             prepare_step(step, threads);
         } catch (...) {
@@ -86,10 +92,16 @@ void Model::plan(const PdStep& step) {
     span_row_.assign(1, 0);
     for (long span = 0; span < step.spans; span++) span_row_.push_back(span_row_.back() + step.span_count[span]);
     plan_touched(step);
+    plan_kept(step);
     for (Group& group : groups_) plan_tasks(step, group);
 }
 
 namespace {
+
+template <class Room>
+void grow(Room& room, long size) {
+    if (long(room.size()) < size) room.resize(size);
+}
 
 // Returns the number of KV heads of a decode that one task takes, so that its rows fill a softmax of sixteen (attention.h). Threads
 // share a step of few spans by heads.
@@ -109,7 +121,13 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
     long parts = 0;
     const bool few = threads_ > 1 && step.spans * group.kv_heads < 4 * threads_;
     const long heads_each = decode_heads(group, step.spans, threads_);
-    for (long span = 0; span < step.spans; span++)
+    for (long span = 0; span < step.spans; span++) {
+        if (kept_first_[span] >= 0) {
+            const long drafts = step.span_count[span] - 1, end = (step.span_start[span] + drafts) / kChunk + 1;
+            for (long head = 0; head < group.kv_heads; head += heads_each)
+                tasks.push_back({span, head, std::min(heads_each, group.kv_heads - head), 0, 1, 0, end, -1, 0, 0, drafts});
+            continue;
+        }
         for (long begin = 0; begin < step.span_count[span]; begin += group.query_tile) {
             const long tokens = std::min<long>(group.query_tile, step.span_count[span] - begin);
             const long position = step.span_start[span] + begin;
@@ -127,9 +145,9 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
                 }
             }
         }
-    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
-        return (a.chunk_end - a.chunk) * a.tokens * a.heads > (b.chunk_end - b.chunk) * b.tokens * b.heads;
-    });
+    }
+    const auto cost = [](const Task& of) { return (of.chunk_end - of.chunk) * (of.tokens + of.drafts) * of.heads; };
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
     if (parts > group.missing_count) {
         group.missing.reset(new std::atomic<long>[parts]);
         group.missing_count = parts;
@@ -142,28 +160,77 @@ void Model::plan_tasks(const PdStep& step, Group& group) {
     group.part_totals.resize(parts * group.sharing());
 }
 
+// Finds the blocks that are written at once, and the rows of spans with drafts, which are written one by one.
 void Model::plan_touched(const PdStep& step) {
     touched_.clear();
+    kept_first_.assign(step.spans, -1);
     bool scaled = false;
     for (const PdGroup* group = step.groups; group < step.groups + shape_.groups; group++)
         with_format(group->kv_format, [&]<class Kv>() { scaled |= Kv::kScaled; });
     if (!scaled) return;
-    for (long span = 0; span < step.spans; span++)
+    long kept = 0;
+    for (long span = 0; span < step.spans; span++) {
+        if (step.drafted[span] && step.span_count[span] > 1) {
+            kept_first_[span] = kept;
+            kept += step.span_count[span];
+            continue;
+        }
         for (long done = 0, count; done < step.span_count[span]; done += count) {
             const long position = step.span_start[span] + done;
             count = std::min<long>(step.block_size - position % step.block_size, step.span_count[span] - done);
             touched_.push_back({span, span_row_[span] + done, position, count});
         }
+    }
 }
 
-namespace {
-
-template <class Room>
-void grow(Room& room, long size) {
-    if (long(room.size()) < size) room.resize(size);
+// Makes room for copies of the blocks that rows of spans with drafts are written to, and notes the blocks.
+void Model::plan_kept(const PdStep& step) {
+    kept_bytes_ = 0;
+    for (Group& group : groups_) group.kept_blocks.clear();
+    if (std::all_of(kept_first_.begin(), kept_first_.end(), [](long first) { return first < 0; })) return;
+    for (long i = 0; i < shape_.layers; i++)
+        with_format(format_of(i), [&]<class Kv>() {
+            if constexpr (Kv::kScaled) {
+                const Paged<Kv> kv = places<Kv>(i, 0);
+                layers_[i].kept_at = kept_bytes_;
+                kept_bytes_ += layers_[i].shape.kv_heads * kv.head_bytes();
+                std::vector<uint8_t*>& blocks = group_of(i).kept_blocks;
+                if (!blocks.empty()) return;
+                for (long span = 0; span < step.spans; span++)
+                    for (long row = 0; kept_first_[span] >= 0 && row < step.span_count[span]; row++)
+                        blocks.push_back(paged<Kv>(span, i, 0).block(step.span_start[span] + row));
+            }
+        });
+    long rows = 0;
+    for (const Group& group : groups_) rows = std::max(rows, long(group.kept_blocks.size()));
+    grow(kept_, rows * kept_bytes_);
 }
 
-}  // namespace
+// Gives blocks back what they held after the last row that counts.
+void Model::take_back(const int32_t* counts) {
+    for (long span = 0; span < long(kept_first_.size()); span++) {
+        const long rows = span_row_[span + 1] - span_row_[span], last = kept_first_[span] + counts[span] - 1;
+        if (kept_first_[span] < 0 || counts[span] < 1 || counts[span] >= rows) continue;
+        for (long i = 0; i < layers_now_; i++)
+            with_format(format_of(i), [&]<class Kv>() {
+                if constexpr (Kv::kScaled) {
+                    uint8_t* block = group_of(i).kept_blocks[last];
+                    if (block != group_of(i).kept_blocks[last + 1]) return;  // rows in another block have changed nothing here
+                    for (long head = 0; head < layers_[i].shape.kv_heads; head++)
+                        places<Kv>(i, head).restore(kept<Kv>(last, i, head), block);
+                }
+            });
+    }
+    kept_first_.clear();
+}
+
+void Model::settle(const int32_t* counts) {
+    if (gang_ == nullptr) return take_back(counts);
+    if (gang_->lost()) throw GangLost();
+    gang_->publish_counts(counts, long(kept_first_.size()));
+    take_back(counts);
+    gang_->end_step();
+}
 
 // Makes room for queries, keys, values and attention.
 void Model::fit_attention(const PdStep& step) {
@@ -179,15 +246,17 @@ void Model::fit_attention(const PdStep& step) {
         own.attention.resize(groups_.size());
         for (size_t i = 0; i < groups_.size(); i++) {
             const Group& group = groups_[i];
-            long rows = 1, heads = 1;  // of the largest tasks
+            long rows = 1, heads = 1, early = 0;  // of the largest tasks
             if (group.tasks.empty()) continue;
             for (const Task& task : group.tasks)
                 rows = std::max(rows, task.tokens * task.heads * group.sharing()), heads = std::max(heads, task.heads);
-            own.attention[i].fit(rows, heads, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
+            for (const Task& task : group.tasks)
+                if (task.drafts > 0) early = std::max(early, std::min(group.query_tile, task.drafts + 1) * task.heads * group.sharing());
+            own.attention[i].fit(std::max(rows, early), heads, early, round_up(group.head_dim, kPanel), round_up(group.value_dim, kPanel));
         }
         grow(own.spare, head_dim);
         grow(own.plain, std::min(rows, kTileRows) * most([](const Layer& of) { return of.shape.latent.nope_dim; }));
-        if (!touched_.empty()) grow(own.turned, step.block_size * head_dim);
+        if (!touched_.empty() || kept_bytes_ > 0) grow(own.turned, step.block_size * head_dim);
     }
 }
 
