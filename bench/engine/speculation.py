@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from shutil import copytree
 from typing import Final
@@ -257,7 +258,7 @@ def table_of(found: Found, title: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for cell, rounds in found.items():
-        off, warm = (_total(rounds[mode]) for mode in ("off", "warm"))
+        off, warm = (reduce(Counts.plus, rounds[mode]) for mode in ("off", "warm"))
         ratios = [rate_ratio(rounds, mode, cpu=cpu) for mode, cpu in (("cold", True), ("warm", True), ("warm", False))]
         table.add_row(
             cell.kind,
@@ -270,13 +271,6 @@ def table_of(found: Found, title: str) -> Table:
             f"{warm.accepted / warm.drafts:.0%}" if warm.drafts else "",
         )
     return table
-
-
-def _total(rounds: Sequence[Counts]) -> Counts:
-    total = Counts()
-    for one in rounds:
-        total = total.plus(one)
-    return total
 
 
 @contextmanager
@@ -333,8 +327,9 @@ def main() -> None:
         noise = f", noise {args.perturb:g}" if args.perturb else ""
         title = f"{args.method}, {args.quantization or 'bfloat16'}{noise}, {args.threads} thread(s), {args.rounds} rounds"
         found = Found()
-        for number, found in enumerate(measure(bench, texts, args.batches, args.rounds), 1):
+        for number, so_far in enumerate(measure(bench, texts, args.batches, args.rounds), 1):
             console.print(f"round {number}")
+            found = so_far
         console.print(table_of(found, f"{title}; {cpu_name()}"))
 
 

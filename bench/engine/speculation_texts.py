@@ -22,9 +22,9 @@ TEXTS: Final = 24
 """The texts of each kind, in both halves together."""
 _SUBJECTS: Final = (
     "a lighthouse keeper", "a lost dog", "two sisters", "a broken clock", "an old teacher", "a winter journey",
-    "a small bakery", "a forgotten letter", "a night train", "the last apple tree", "a fisherman", "a new neighbour", "a market in the rain",
-    "a stubborn goat", "the first day of school", "a missing key", "a violin", "an empty house", "a long walk", "the river",
-    "a doctor in a village", "a boy who counts stars", "a painter", "a ferry",
+    "a small bakery", "a forgotten letter", "a night train", "the last apple tree", "a fisherman", "a new neighbour",
+    "a market in the rain", "a stubborn goat", "the first day of school", "a missing key", "a violin", "an empty house",
+    "a long walk", "the river", "a doctor in a village", "a boy who counts stars", "a painter", "a ferry",
 )  # fmt: skip
 _PROGRAMS: Final = (
     "a Python class for a stack with push, pop and peek", "a Python function that sums a column of a CSV file",

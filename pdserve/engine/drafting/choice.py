@@ -108,11 +108,6 @@ def choose(base: Base, costs: StepCosts, survivals: Sequence[Sequence[float]], c
     return counts
 
 
-def _mean_context(views: Sequence[DraftView]) -> int:
-    """Return the mean number of tokens of sequences, in multiples of `KNOWN_CONTEXT`."""
-    return sum([len(view.tokens) for view in views]) // max(len(views), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
-
-
 class DraftChoice:
     """Chooses the drafts of each step of one engine. The engine thread owns it."""
 
@@ -144,7 +139,8 @@ class DraftChoice:
         if not sequences or room <= 0:
             return NO_DRAFTS
         if not self._steps % RARE_STEPS:
-            self._context = _mean_context(source.draft_views(self._most))
+            known = [len(view.tokens) for view in source.draft_views(1)]
+            self._context = sum(known) // max(len(known), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
         self._steps += 1
         base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
         self._size = base.size
