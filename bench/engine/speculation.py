@@ -4,9 +4,10 @@
     python -m bench.engine.speculation --method self --perturb 0.01
 
 The model first answers all texts greedily (`speculation_texts.py`). An answer ends where it begins to repeat itself, since a
-small model often does so until it is stopped, which flatters every drafter; and a copy ends where it leaves its text. Then each round serves each kind at each batch size three times, in an order that changes: without speculation,
-with a choice of drafts that knows nothing yet (cold), and with one that has served all rounds before, of all kinds and sizes in
-mixed order (warm). Every token is compared with the first answer.
+small model often does so until it is stopped, which flatters every drafter; and a copy ends where it leaves its text. Then each
+round serves each kind at each batch size three times, in an order that changes: without speculation, with a choice of drafts
+that knows nothing yet (cold), and with one that has served all rounds before, of all kinds and sizes in mixed order (warm).
+Every token is compared with the first answer.
 
 B sequences always decode: where one ends, the next text begins. Only steps that compute no prompt count. Lookups find nothing
 in texts that have ended, since the benchmark serves each of them several times. A ratio is that of tokens a second, by rounds,
@@ -28,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from shutil import copytree
 from typing import Final
@@ -256,7 +258,7 @@ def table_of(found: Found, title: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for cell, rounds in found.items():
-        off, warm = (_total(rounds[mode]) for mode in ("off", "warm"))
+        off, warm = (reduce(Counts.plus, rounds[mode]) for mode in ("off", "warm"))
         ratios = [rate_ratio(rounds, mode, cpu=cpu) for mode, cpu in (("cold", True), ("warm", True), ("warm", False))]
         table.add_row(
             cell.kind,
@@ -269,13 +271,6 @@ def table_of(found: Found, title: str) -> Table:
             f"{warm.accepted / warm.drafts:.0%}" if warm.drafts else "",
         )
     return table
-
-
-def _total(rounds: Sequence[Counts]) -> Counts:
-    total = Counts()
-    for one in rounds:
-        total = total.plus(one)
-    return total
 
 
 @contextmanager
@@ -331,9 +326,10 @@ def main() -> None:
         console.print("texts: " + ", ".join(f"{kind} {len(some)}" for kind, some in texts.items()))
         noise = f", noise {args.perturb:g}" if args.perturb else ""
         title = f"{args.method}, {args.quantization or 'bfloat16'}{noise}, {args.threads} thread(s), {args.rounds} rounds"
-        found: Found = {}
-        for found in measure(bench, texts, args.batches, args.rounds):
-            console.print(".", end="")
+        found = Found()
+        for number, so_far in enumerate(measure(bench, texts, args.batches, args.rounds), 1):
+            console.print(f"round {number}")
+            found = so_far
         console.print(table_of(found, f"{title}; {cpu_name()}"))
 
 

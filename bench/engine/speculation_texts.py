@@ -1,4 +1,4 @@
-"""The requests that `bench.engine.speculation` serves: prose, chat, code, JSON, summaries that quote, edits and verbatim copies.
+"""The requests of `bench.engine.speculation`: prose, chat, code, JSON, summaries that quote, edits and verbatim copies.
 
 All texts are made from code and from what Python ships, so every machine has the same. Each kind has two halves: the choice of
 drafts may be tuned on one, and figures are reported of the other.
@@ -21,10 +21,10 @@ HALVES: Final = ("tune", "report")
 TEXTS: Final = 24
 """The texts of each kind, in both halves together."""
 _SUBJECTS: Final = (
-    "a lighthouse keeper", "a lost dog", "two sisters", "a broken clock", "an old teacher", "a winter journey", "a small bakery",
-    "a forgotten letter", "a night train", "the last apple tree", "a fisherman", "a new neighbour", "a market in the rain",
-    "a stubborn goat", "the first day of school", "a missing key", "a violin", "an empty house", "a long walk", "the river",
-    "a doctor in a village", "a boy who counts stars", "a painter", "a ferry",
+    "a lighthouse keeper", "a lost dog", "two sisters", "a broken clock", "an old teacher", "a winter journey",
+    "a small bakery", "a forgotten letter", "a night train", "the last apple tree", "a fisherman", "a new neighbour",
+    "a market in the rain", "a stubborn goat", "the first day of school", "a missing key", "a violin", "an empty house",
+    "a long walk", "the river", "a doctor in a village", "a boy who counts stars", "a painter", "a ferry",
 )  # fmt: skip
 _PROGRAMS: Final = (
     "a Python class for a stack with push, pop and peek", "a Python function that sums a column of a CSV file",
@@ -33,7 +33,7 @@ _PROGRAMS: Final = (
     "a Python class for a binary search tree with insert and search", "an SQL schema for a library with books and loans",
     "a Python function that merges two sorted lists", "a C program that counts the words of a file",
     "a Python class for a queue that two stacks make up", "a JavaScript class for a shopping cart",
-    "a Python function that computes Fibonacci numbers with a cache", "a Go function that checks whether a string is a palindrome",
+    "a Python function that computes Fibonacci numbers with a cache", "a Go function that finds palindromes",
     "a Python script that renames all files of a folder", "a C struct for a matrix with functions to add and multiply",
     "a Python decorator that measures time", "an HTML page with a form for a name and an address",
     "a Python class for a bank account with tests", "a Java method that sorts an array with quicksort",

@@ -1,4 +1,4 @@
-"""The benchmark of speculative decoding compares every token, counts only full steps, and reports on texts that tuned nothing."""
+"""The benchmark of speculative decoding compares every token, counts full steps, and reports on texts that tuned nothing."""
 
 from __future__ import annotations
 

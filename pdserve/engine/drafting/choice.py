@@ -23,9 +23,10 @@ from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.drafting.odds import Odds
 from pdserve.engine.schedule.collect import StepOutcome
 
-LEAST_GAIN: Final = 1.01
-"""Drafts must raise the tokens a second by so much. The choice itself takes up to 1 % of a step."""
-MODEL_GAIN: Final = 1.05
+LEAST_GAIN: Final = 1.04
+"""Drafts must raise the tokens a second by so much. To choose, plan and collect them takes 2 to 3 % of a step, and its expected
+time is a few percent off."""
+MODEL_GAIN: Final = 1.08
 """A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
 LEAST_SHARE: Final = 0.02
 """A draft that survives with less probability is left out. The cheapest row costs about as much."""
@@ -36,7 +37,7 @@ SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
 WORTH: Final = 0.04
 """Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2
-to 3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give a quarter of it."""
+to 3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give less than half of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
@@ -107,11 +108,6 @@ def choose(base: Base, costs: StepCosts, survivals: Sequence[Sequence[float]], c
     return counts
 
 
-def _mean_context(views: Sequence[DraftView]) -> int:
-    """Return the mean number of tokens of sequences, in multiples of `KNOWN_CONTEXT`."""
-    return sum([len(view.tokens) for view in views]) // max(len(views), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
-
-
 class DraftChoice:
     """Chooses the drafts of each step of one engine. The engine thread owns it."""
 
@@ -130,10 +126,10 @@ class DraftChoice:
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._spent_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
-        self._worth = 1.0  # what drafts are expected to give, as a share of the tokens a second; an average
+        self._worth = 2 * WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
         self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
-        self._paused = 0  # steps since the model has last drafted
+        self._drafted = 0  # the step for which the model has last drafted
         self._pause = FIRST_PAUSE
 
     def drafts(self, source: DraftSource) -> Drafts:
@@ -143,11 +139,12 @@ class DraftChoice:
         if not sequences or room <= 0:
             return NO_DRAFTS
         if not self._steps % RARE_STEPS:
-            self._context = _mean_context(source.draft_views(self._most))
+            known = [len(view.tokens) for view in source.draft_views(1)]
+            self._context = sum(known) // max(len(known), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
         self._steps += 1
         base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
         self._size = base.size
-        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 4 else RARE_STEPS
+        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 2 else RARE_STEPS
         if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
         views = source.draft_views(self._most)
@@ -235,14 +232,13 @@ class DraftChoice:
         """Let the model draft where its time pays, and return the candidates with its drafts in place of worse ones."""
         places, chosen = self._places(model, base, found)
         if not places:
-            self._paused += 1
-            if self._paused < self._pause:
+            if self._steps - self._drafted < self._pause:
                 return found
             self._pause = min(2 * self._pause, LAST_PAUSE)
             places, chosen = 1, [0]
         else:
             self._pause = FIRST_PAUSE
-        self._paused = 0
+        self._drafted = self._steps
         asked: dict[int, DraftView] = {}
         for i in chosen:
             view = found[i].view._replace(most=min(places, found[i].view.most))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.ids import SeqId
 from pdserve.engine.drafting.api import NO_DRAFT, Draft, DraftView
-from pdserve.engine.drafting.choice import LEAST_GAIN, LEAST_SHARE, SAMPLED_STEPS, Base, DraftChoice, choose
+from pdserve.engine.drafting.choice import LEAST_GAIN, LEAST_SHARE, RARE_STEPS, SAMPLED_STEPS, Base, DraftChoice, choose
 from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.schedule.collect import OutputToken, StepOutcome, Verified
 
@@ -211,3 +211,17 @@ def test_all_drafters_forget_a_sequence():
     choice.forget(SeqId(1), [1, 2], b"")
     assert [one.forgotten for one in (*drafters, model)] == [[SeqId(1)]] * 3
     assert set(choice._odds._own) == {SeqId(0)}
+
+
+def test_drafts_that_do_not_pay_are_looked_for_seldom():
+    bad = Guesser("bad", 0.0)
+    play(DraftChoice([bad], StepCosts(((1, 1.0), (64, 7.3))), most=4), Source(1), 800)
+    assert 800 // RARE_STEPS <= len(bad.asked) < 200
+
+
+def test_drafts_pay_beside_a_long_context_that_is_read_once():
+    """A row costs as much as the first one, and so nobody drafts behind few tokens."""
+    costs = StepCosts(((1, 1.0), (64, 64.0)), read_s=0.001)
+    short, long = (DraftChoice([Guesser("good", 1.0)], costs, most=4) for _ in range(2))
+    assert not any(play(short, Source(16, context=4), 40))
+    assert any(play(long, Source(16, context=4000), 40))
