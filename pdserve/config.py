@@ -151,7 +151,10 @@ class SpeculativeConfig:
             if getattr(self, name) and self.method not in methods:
                 raise ConfigError(f"{name} is only for the method {' and '.join(methods)}, and method is {self.method}")
         if self.method == "draft_model" and not self.model:
-            raise ConfigError("the method draft_model needs a model: set model")
+            raise ConfigError("model must be set for the method draft_model")
+        given = [one.name for one in fields(self) if one.name != "method" and getattr(self, one.name) != one.default]
+        if given and not self.drafts:
+            raise ConfigError(f"method is none, which ignores {' and '.join(given)}: set method too")
 
     @property
     def drafts(self) -> bool:
@@ -255,6 +258,12 @@ class EngineConfig:
         if self.backend == "vllm" and self.speculative_config.drafts:
             raise ConfigError(
                 "speculative_config is for the backend pdserve: give --speculative-config to vLLM itself, in vllm.args"
+            )
+        if self.speculative_config.drafts and 1 in (self.max_num_seqs, self.max_num_batched_tokens):
+            one = "max_num_seqs" if self.max_num_seqs == 1 else "max_num_batched_tokens"
+            raise ConfigError(
+                f"{one} must be at least 2 with speculative_config.method {self.speculative_config.method}, got 1: a step with "
+                "a draft computes two tokens, and draws after both"
             )
         if self.ranks > 1 and self.speculative_config.method in ("self", "draft_model"):
             raise ConfigError(

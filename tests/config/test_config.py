@@ -115,6 +115,19 @@ def test_dump_reads_back_equal(config: object, tmp_path: Path) -> None:
             "router.slo_classes={mine: {num_speculative_tokens: 65}}",
             r"slo_classes\.mine\.num_speculative_tokens must be .*at most 64.*, got 65",
         ),
+        (
+            "engine.speculative_config={num_speculative_tokens: 4}",
+            r"speculative_config\.method is none, .*num_speculative_tokens",
+        ),
+        ("engine.speculative_config={method: draft_model}", r"engine\.speculative_config\.model must be set for the method"),
+        (
+            "engine={max_num_seqs: 1, speculative_config: {method: ngram}}",
+            r"engine\.max_num_seqs must be at least 2 .*ngram, got 1",
+        ),
+        (
+            "decode.engine={max_num_batched_tokens: 1, speculative_config: {method: suffix}}",
+            r"decode\.engine\.max_num_batched_tokens must be at least 2 with speculative_config\.method suffix, got 1",
+        ),
         ("router.slo_classes={mine: {max_deadline_s: 0}}", r"slo_classes\.mine\.max_deadline_s must be a number \(over 0"),
         (
             "router.fairness_key=cookie",

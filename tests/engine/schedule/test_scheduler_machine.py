@@ -195,7 +195,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             wrong = data.draw(st.sets(st.integers(0, 6)))
             count = data.draw(st.integers(0, 7))
             drafts[seq_id] = tuple((token + (i in wrong)) % VOCAB for i, token in enumerate(right[:count]))
+        if data.draw(st.booleans()):
+            self.draft_into_blocks(data.draw(st.integers(1, 7)))
         self.step(drafts)
+
+    def draft_into_blocks(self, most: int) -> None:
+        """A drafter computes KV of the last token of each sequence and of wrong drafts, into the blocks of the sequence."""
+        written: set[tuple[int, BlockId, int]] = set()
+        for view in self.scheduler.draft_views(most):
+            if (view := self.scheduler.with_blocks(view)) is None:
+                continue
+            last = len(view.tokens) - 1
+            for position in range(last, last + view.most + 1):
+                for group, table in enumerate(view.block_tables):
+                    slot = (group, table[position // BLOCK], position % BLOCK)
+                    assert slot[1] != NULL_BLOCK, "a draft would be written into no block"
+                    assert slot not in written
+                    written.add(slot)
+                    self.memory[slot] = VOCAB
+            for group, window in enumerate(self.windows):
+                first = 0 if window is None else max(0, last - window + 1)
+                assert NULL_BLOCK not in view.block_tables[group][first // BLOCK : last // BLOCK + 1], "it sees a dead block"
 
     @rule(aborted=st.just(()))
     def step(self, drafts: Drafts = NO_DRAFTS, aborted: Sequence[SeqId] = ()) -> None:
