@@ -167,6 +167,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or 16
 
     @property
+    def most_rows(self) -> int:
+        """A step has memory for so many drafts of all sequences, beside a row of each."""
+        return self.most_tokens if self.drafts else 0
+
+    @property
     def most_places(self) -> int:
         """A model drafts at most so many tokens of one sequence."""
         return self.num_speculative_tokens or 8
@@ -259,11 +264,10 @@ class EngineConfig:
             raise ConfigError(
                 "speculative_config is for the backend pdserve: give --speculative-config to vLLM itself, in vllm.args"
             )
-        if self.speculative_config.drafts and 1 in (self.max_num_seqs, self.max_num_batched_tokens):
-            one = "max_num_seqs" if self.max_num_seqs == 1 else "max_num_batched_tokens"
+        if self.speculative_config.drafts and self.max_num_batched_tokens == 1:
             raise ConfigError(
-                f"{one} must be at least 2 with speculative_config.method {self.speculative_config.method}, got 1: a step with "
-                "a draft computes two tokens, and draws after both"
+                f"max_num_batched_tokens must be at least 2 with speculative_config.method {self.speculative_config.method}, "
+                "got 1: a step with a draft computes two tokens"
             )
         if self.ranks > 1 and self.speculative_config.method in ("self", "draft_model"):
             raise ConfigError(

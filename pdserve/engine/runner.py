@@ -104,11 +104,10 @@ class ModelRunner:
     def largest_steps(self, config: EngineConfig) -> tuple[StepPlan, ...]:
         """Return steps that together need at least as much memory as any step. Execute them only while the pool is unused."""
         limits = self._limits(config)
-        copies = config.speculative_config.drafts and self.kv.spec.quantised
         if not isinstance(self._model, native.NativeDecoder):
-            return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=(), copies=copies)
+            return largest_steps(limits, gathered=MOST_POSITIONS, decode_batches=())
         batches = {size for group in self.kv.spec.groups for size in native.split_batches(group.num_kv_heads)}
-        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)), copies=copies)
+        return largest_steps(limits, gathered=0, decode_batches=tuple(sorted(batches)))
 
     def prompt_step(self, config: EngineConfig) -> StepPlan:
         """Return a step of one prompt that shows at which speed prompts are computed.
@@ -120,7 +119,8 @@ class ModelRunner:
     def _limits(self, config: EngineConfig) -> StepLimits:
         spec, sizes = self.kv.spec, config.largest_limits(self.kv.device.type)
         windows = tuple(sorted({group.window for group in spec.groups if group.window is not None}))
-        return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups), windows)
+        drafts = config.speculative_config.most_rows
+        return StepLimits(self.kv.num_blocks, spec.block_size, *sizes, self.max_model_len, len(spec.groups), windows, drafts)
 
     @classmethod
     def load(

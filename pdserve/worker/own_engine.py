@@ -226,6 +226,7 @@ class OwnEngine(WorkerEngine):
             eos_token_ids=self.card.eos_token_ids,
             prefix_salt=runner.model_digest.encode() if engine.enable_prefix_caching else None,
             drafts_obstacle=runner.drafts_obstacle,
+            max_drafts=engine.speculative_config.most_rows,
         )
         self._runner = runner
         scheduler.rates.add(settled.prompt_tokens, 0, settled.prompt_s)

@@ -61,7 +61,7 @@ def _measured(runner: ModelRunner, config: EngineConfig) -> StepCosts:
     spec, limits = runner.kv.spec, config.largest_limits(runner.kv.device.type)
     return measure(
         runner.execute, groups=len(spec.groups), block_size=spec.block_size, num_blocks=runner.kv.num_blocks,
-        most_rows=limits.max_num_seqs, max_model_len=runner.max_model_len,
+        most_rows=limits.max_num_seqs + config.speculative_config.most_rows, max_model_len=runner.max_model_len,
         clock=time.thread_time if runner.compiled and torch.get_num_threads() == 1 else time.perf_counter,
     )  # fmt: skip
 

@@ -34,6 +34,8 @@ class StepLimits:
     max_model_len: int
     kv_groups: int = 1
     windows: tuple[int, ...] = ()
+    drafts: int = 0
+    """The rows of drafts for which a step has memory beside one row of each sequence."""
 
     @property
     def sequences(self) -> int:
@@ -41,17 +43,15 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
-def largest_steps(
-    limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...], copies: bool = False
-) -> tuple[StepPlan, ...]:
+def largest_steps(limits: StepLimits, *, gathered: int, decode_batches: tuple[int, ...]) -> tuple[StepPlan, ...]:
     """Return the largest steps. Run them on an unused pool: block ids repeat, and the steps write meaningless KV.
 
     gathered: positions whose KV attention copies out of the pool at a time; 0 means that it reads KV in place.
     decode_batches: numbers of single tokens that the backend computes in a special way; each becomes a step at the longest
-    context. copies: the backend copies blocks that drafts change.
+    context.
     """
     batches = [_long_decodes(limits, min(size, limits.sequences)) for size in decode_batches]
-    if copies and min(limits.sequences, limits.max_model_len - 1) > 1:
+    if limits.drafts and limits.max_model_len > 2:
         batches.append(_drafted(limits))
     if not gathered:
         return (_wide(limits), *batches)
@@ -94,10 +94,10 @@ def _windowed(limits: StepLimits, gathered: int, window: int) -> StepPlan:
 
 
 def _drafted(limits: StepLimits) -> StepPlan:
-    """Return a step with the most rows of drafts: it draws after as many rows as sequences may run."""
-    rest, longest = limits.sequences, limits.max_model_len - 1
+    """Return a step with the most rows that draw a token. Where KV is quantised, it has the most copies of blocks as well."""
+    rest, longest = min(limits.max_num_seqs + limits.drafts, limits.max_num_batched_tokens), limits.max_model_len - 1
     slices: list[SequenceSlice] = []
-    while rest > 0:
+    while rest > 0 and len(slices) < limits.sequences:
         count = min(rest, longest)
         slices.append(_slice(limits, len(slices), 0, count)._replace(samples=_DRAW * count))
         rest -= count

@@ -17,8 +17,7 @@ token sees, is freed then as well, while its sequence goes on. A lease keeps wha
 
 Sequences that begin with the same tokens share blocks: see room.py. `plan` takes guesses of next tokens (drafts). They
 change how many steps an output takes, and nothing else. Drafts take only what the step leaves: tokens of the
-budget, and rows that draw a token. A step has at most as many such rows as sequences may run, because the memory for logits is
-measured for so many. Drafts preempt nobody.
+budget, and rows that draw a token, of which a step has at most as many as there is memory for logits. Drafts preempt nobody.
 """
 
 from __future__ import annotations
@@ -185,12 +184,14 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         prefix_salt: bytes | None = None,
         drafts_obstacle: str | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """Make a scheduler over `pool`. Asserts that the limits are positive and that the longest request fits the pool.
 
         At most `max_num_batched_tokens` sequences run, so that a step has a token for each of them. `prefix_salt` turns
         prefix caching on; it names everything besides the tokens that KV depends on (see `core.block_hash`).
-        `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can.
+        `drafts_obstacle`: the reason, in words, why this engine cannot take drafts; None when it can. `max_drafts`: a step may
+        draw after so many rows more than sequences may run.
         """
         longest = pool.longest_table
         assert longest is None or max_model_len <= longest * layout_block_size, "it must fit an empty pool"
@@ -199,6 +200,7 @@ class Scheduler:
         self._pool = pool
         self._block_size = layout_block_size
         self._max_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_rows = self._max_seqs + max_drafts
         self.max_num_seqs = self._max_seqs
         """The largest number of sequences that may run now, never more than there is memory for. More of them run for a while
         after it was lowered. Only `set_max_num_seqs` changes it."""
@@ -368,7 +370,7 @@ class Scheduler:
         decoding = len(self._decoding)
         left = self.max_num_batched_tokens - decoding
         prompt_tokens = min(left, self.queued_tokens)
-        return decoding, prompt_tokens, min(left - prompt_tokens, self._max_seqs - decoding - len(self._prefilling))
+        return decoding, prompt_tokens, min(left - prompt_tokens, self._max_rows - decoding - len(self._prefilling))
 
     def draft_views(self, most: int) -> list[DraftView]:
         """Return the decoding sequences that may have drafts, at most `most` each."""
@@ -506,7 +508,7 @@ class Scheduler:
         if self._drafts_obstacle is not None:
             raise ConfigError(f"this engine takes no drafts: {self._drafts_obstacle}")
         tokens = self.max_num_batched_tokens - len(decoding) - sum(count for _, count in chunks)
-        return take_drafts(drafts, decoding, min(tokens, self._max_seqs - len(decoding) - len(chunks)), self._room_for_drafts)
+        return take_drafts(drafts, decoding, min(tokens, self._max_rows - len(decoding) - len(chunks)), self._room_for_drafts)
 
     def _room_for_drafts(self, seq: Sequence, count: int) -> int:
         """Return how many of `count` drafts the sequence's blocks hold, after it grew by blocks that nobody else may need.

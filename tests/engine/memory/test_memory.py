@@ -244,13 +244,14 @@ def limits(draw: st.DrawFn) -> StepLimits:
     blocks, size = draw(st.integers(2, 40)), draw(st.integers(1, 16))
     longest = draw(st.integers(2, blocks * size))
     windows = draw(st.lists(st.integers(1, 300), max_size=2))
-    return StepLimits(blocks, size, draw(st.integers(1, 20)), draw(st.integers(1, 300)), longest, windows=tuple(windows))
+    seqs, tokens, drafts = draw(st.integers(1, 20)), draw(st.integers(1, 300)), draw(st.sampled_from([0, 1, 16]))
+    return StepLimits(blocks, size, seqs, tokens, longest, windows=tuple(windows), drafts=drafts)
 
 
 @settings(deadline=None)
-@given(limits(), st.lists(st.integers(1, 30), max_size=3), st.booleans())
-def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batches, copies):
-    plans = largest_steps(limits, gathered=100, decode_batches=tuple(batches), copies=copies)
+@given(limits(), st.lists(st.integers(1, 30), max_size=3))
+def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batches):
+    plans = largest_steps(limits, gathered=100, decode_batches=tuple(batches))
     for plan in plans:
         assert plan.slices
         assert len({piece.seq_id for piece in plan.slices}) == len(plan.slices) <= limits.max_num_seqs
@@ -269,11 +270,12 @@ def test_the_largest_steps_could_be_planned_and_reach_every_bound(limits, batche
     assert prompt.start + len(prompt.token_ids) == limits.max_model_len - 1
     assert len(prompt.token_ids) <= LONG_TOKENS
     windows = [size for size in limits.windows if size < limits.max_model_len]
-    copies = copies and limits.sequences > 1 and limits.max_model_len > 2
-    assert len(plans) == 2 + len(windows) + len(batches) + copies
-    if copies:
-        assert plans[-1].num_tokens == len(plans[-1].specs) == limits.sequences, "a step draws after no more rows"
-        assert plans[-1].slices[0].drafts
+    drafted = limits.drafts > 0 and limits.max_model_len > 2
+    assert len(plans) == 2 + len(windows) + len(batches) + drafted
+    if drafted:
+        rows = min(limits.max_num_seqs + limits.drafts, most)
+        assert plans[-1].num_tokens == len(plans[-1].specs) == rows, "a step draws after no more rows"
+        assert plans[-1].slices[0].drafts or rows == 1
     for window, plan in zip(windows, plans[2:], strict=False):
         assert len(plan.slices) == min(limits.sequences, max(1, 100 // window)), "a turn of attention takes so many"
         assert all(window <= piece.start + 1 for piece in plan.slices), "each sees a whole window"

@@ -232,6 +232,17 @@ def test_drafts_take_what_the_step_leaves(sizes, room):
     assert scheduler.plan({SeqId(1): (8,) * 9}).num_tokens == 1 + room
 
 
+def test_there_may_be_memory_for_more_rows_than_sequences():
+    scheduler = Scheduler(
+        BlockPools(64), BLOCK, max_num_seqs=1, max_num_batched_tokens=32, max_model_len=64, eos_token_ids=(EOS,), max_drafts=5
+    )
+    scheduler.add(SeqId(1), RequestSpec((1,) * 4, SamplingParams(max_tokens=30)), kind=SequenceKind.LOCAL)
+    scheduler.plan()
+    scheduler.collect([(7, None)])
+    assert scheduler.next_rows == (1, 0, 5)
+    assert len(scheduler.plan({SeqId(1): (8,) * 9}).slices[0].drafts) == 5
+
+
 def test_prompts_go_before_drafts():
     scheduler = decoding(max_tokens=30, sizes={"budget": 9})
     scheduler.add(SeqId(2), RequestSpec((2,) * 20, SamplingParams()), kind=SequenceKind.LOCAL)
