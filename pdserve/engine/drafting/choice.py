@@ -110,6 +110,7 @@ class DraftChoice:
         self._odds = Odds()
         self._proposed: list[_Candidate] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
+        self._ended: list[SeqId] = []  # the sequences that have ended since drafts were chosen last
         self._size = StepSize(0)  # of the step under way, without its drafts
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._steps = 0  # for which drafts were looked for
@@ -119,7 +120,7 @@ class DraftChoice:
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds = [], {}
+        self._proposed, self._kinds, self._ended = [], {}, []
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -150,11 +151,16 @@ class DraftChoice:
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
-        """Learn from the step whose drafts were chosen last."""
+        """Learn from the step whose drafts were chosen last. Sequences that it has ended are forgotten by now, and stay so."""
         for seq_id, drafted, accepted in outcome.verified:
             self._odds.learn(seq_id, self._kinds.get(seq_id, ""), drafted, accepted)
-        if not self._proposed or self._steps % SAMPLED_STEPS:
-            return
+        if self._proposed and not self._steps % SAMPLED_STEPS:
+            self._learn_unverified(outcome)
+        for seq_id in self._ended:
+            self._odds.forget(seq_id)
+
+    def _learn_unverified(self, outcome: StepOutcome) -> None:
+        """Learn how good the first places of the drafts are that were not verified."""
         known = {one.seq_id for one in outcome.verified}
         left = {view.seq_id: draft for view, draft, _ in self._proposed if draft.token_ids and view.seq_id not in known}
         if left:
@@ -171,6 +177,7 @@ class DraftChoice:
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
         """Forget a sequence, which has ended with these tokens."""
         self._odds.forget(seq_id)
+        self._ended.append(seq_id)
         for drafter in (*self._drafters, *([self._model] if self._model is not None else [])):
             drafter.forget(seq_id, tokens, group)
 
@@ -197,6 +204,8 @@ class DraftChoice:
 
     def _with_model(self, model: ModelDrafter, source: DraftSource, base: Base, found: list[_Candidate]) -> list[_Candidate]:
         """Let the model draft where its time pays, and return the candidates with its drafts in place of worse ones."""
+        if not found:  # no sequence may have drafts
+            return found
         places, chosen = self._places(model, base, found)
         if not places:
             self._paused += 1
