@@ -27,7 +27,7 @@ from pdserve.engine.schedule.sequence import SequenceKind
 
 BLOCKS, BLOCK, EOS, VOCAB = 10, 4, 3, 23
 LIMIT = BLOCKS * BLOCK
-FAILS_EVERY = 29
+FAILS_EVERY = 61
 """Of so many rows, one has logits that are no numbers."""
 
 
@@ -84,7 +84,7 @@ def stride_of(params: SamplingParams) -> Stride | None:
 
 def expected_output(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
     output: list[int] = []
-    stops = (EOS, *params.stop_token_ids)
+    stops = (*(() if params.ignore_eos else (EOS,)), *params.stop_token_ids)
     while True:
         count, grammar = len(output), stride_of(params)
         edits = LogitEdits(params, len(prompt)) if params.edits_logits else None
@@ -103,21 +103,23 @@ def expected_output(prompt: tuple[int, ...], params: SamplingParams) -> list[int
 # Half of the prompts are one of a few that begin alike, some of whole blocks only: what prefix caching is about.
 ALIKE = tuple((1,) * count + tail for count in (BLOCK, 2 * BLOCK, 4 * BLOCK) for tail in ((), (2,), (3,) * BLOCK))
 random_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LIMIT - 1).map(tuple)
-prompts = st.one_of(st.sampled_from(ALIKE), random_prompts)
+short_prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)  # which leave room for drafts
+prompts = st.one_of(st.sampled_from(ALIKE), random_prompts, short_prompts, short_prompts, short_prompts)
 lengths = st.integers(1, 30)
 
 
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParams:
-    """Half of the requests are plainly greedy."""
+    """A third of the requests are plainly greedy."""
     length = draw(lengths)
-    if draw(st.booleans()):
+    if not draw(st.integers(0, 2)):
         return SamplingParams(max_tokens=length, temperature=0.0)
     return SamplingParams(
         max_tokens=length,
         temperature=draw(st.sampled_from([0.0, 1.0])),
         seed=draw(st.integers(0, 5)),
-        min_tokens=draw(st.integers(0, min(length, 6))) * draw(st.integers(0, 1)),
+        ignore_eos=draw(st.booleans()),
+        min_tokens=draw(st.sampled_from([0, 0, 1, min(length, 6)])),
         stop_token_ids=draw(st.sampled_from([(), (5, 7)])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.5])),
@@ -134,8 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Plays the engine thread, its commands, and a KV memory of (sequence, tokens up to here) per slot."""
 
     @initialize(
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 12),
+        seqs=st.integers(1, 8),
+        budget=st.integers(1, 24),
         salt=st.sampled_from([None, b"model"]),
         whole=st.sampled_from([(BLOCKS,), (), (BLOCKS + 3,)]),
         windows=st.lists(st.tuples(st.sampled_from([None, 1, 4, 6, 13]), st.sampled_from([0, 2, BLOCKS])), max_size=2),
@@ -274,19 +276,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Some requests end, perhaps twice, while the model computes the step."""
         self.step(aborted=data.draw(st.lists(st.sampled_from(sorted(self.outputs)), max_size=3)))
 
-    @rule(data=st.data())
-    def step_with_drafts(self, data: st.DataObject) -> None:
+    @rule(steps=st.integers(1, 6), pattern=st.integers(0, 999), copied=st.integers(0, 4), data=st.data())
+    def steps_with_drafts(self, steps: int, pattern: int, copied: int, data: st.DataObject) -> None:
         """Each sequence gets drafts of its true output, some of them replaced by a wrong id. Some requests end meanwhile."""
+        for step in range(steps):
+            self.draft_by_copy(copied)
+            ends = st.lists(st.sampled_from(sorted(self.outputs)), max_size=1) if self.outputs and not step else st.just([])
+            self.step(self.drafts(pattern + step), data.draw(ends))
+
+    def drafts(self, pattern: int) -> Drafts:
+        """Return drafts of all sequences, of which every fifth or so is wrong. Some go on behind the end of the output."""
         drafts = {}
-        self.draft_by_copy(data.draw(st.integers(0, 4)))
         for seq_id, output in sorted(self.outputs.items()):
             prompt, params, _ = self.asked[seq_id]
-            right = expected_output(prompt, params)[len(output) :] + [0] * 3
-            wrong = data.draw(st.sets(st.integers(0, 6)))
-            count = data.draw(st.integers(0, 7))
-            drafts[seq_id] = tuple((token + (i in wrong)) % VOCAB for i, token in enumerate(right[:count]))
-        ends = st.lists(st.sampled_from(sorted(self.outputs)), max_size=2) if self.outputs else st.just([])
-        self.step(drafts, data.draw(ends))
+            pattern = zlib.crc32(bytes(str(pattern), "ascii"))
+            right = expected_output(prompt, params)[len(output) :] + [EOS] * 3
+            wrong = {pattern % 5, pattern // 5 % 11}
+            drafts[seq_id] = tuple((token + (i in wrong)) % VOCAB for i, token in enumerate(right[: pattern // 55 % 8]))
+        return drafts
 
     def draft_by_copy(self, most: int) -> None:
         """Let a copy of the model write KV of its drafts behind the computed tokens, where only they may lie."""
@@ -419,7 +426,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             while self.leases:
                 self.lease_ends()
-            self.step()
+            self.step(self.drafts(self.steps) if self.steps % 4 else NO_DRAFTS)
             self.books_agree()
         assert not self.outputs, "starved"
         while self.leases:
