@@ -18,7 +18,7 @@ from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import Ahead, SequenceState
 from pdserve.engine.schedule.sequence import Sequence as Computed
 from pdserve.structured.state import ConstraintState
-from router.core.live_request import LiveRequest
+from tests.sim.mutants import Mutant
 
 MORE_ROWS = 4
 
@@ -206,17 +206,6 @@ def a_preemption_forgets_the_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_preempt", preempt)
 
 
-def a_replay_forgets_the_counts(patch: pytest.MonkeyPatch) -> None:
-    """Those of an attempt that came to its last token, of which none could go out."""
-    real = LiveRequest.start_over
-
-    def start_over(self: Any) -> None:
-        real(self)
-        self.speculation = None
-
-    patch.setattr(LiveRequest, "start_over", start_over)
-
-
 def only_the_engine_s_own_end_tells_the_counts(patch: pytest.MonkeyPatch) -> None:
     """A stop string is another end."""
     real = Collector._append
@@ -283,7 +272,7 @@ def a_block_dies_before_the_drafts_are_verified(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Collector, "_append_run", append_run)
 
 
-DRAFT_MUTANTS = (
+DRAFT_MUTANTS: tuple[Mutant, ...] = (
     wrong_drafts_count_as_computed,
     a_block_with_wrong_drafts_is_shared,
     wrong_drafts_count_against_max_tokens,
@@ -303,10 +292,28 @@ DRAFT_MUTANTS = (
     the_last_right_draft_is_not_accepted,
     the_last_token_counts_as_a_right_draft,
     a_preemption_forgets_the_counts,
-    a_replay_forgets_the_counts,
     only_the_engine_s_own_end_tells_the_counts,
-    an_abort_in_a_step_with_drafts_is_overlooked,
     a_model_drafts_behind_its_blocks,
     a_right_draft_without_numbers_fails_its_sequence,
     a_block_dies_before_the_drafts_are_verified,
 )
+
+HISTORY_MUTANTS: tuple[Mutant, ...] = (
+    wrong_drafts_count_as_computed,
+    wrong_drafts_count_against_max_tokens,
+    drafts_go_on_behind_a_stop_token,
+    drafts_go_on_behind_the_longest_length,
+    penalties_do_not_follow_a_draft,
+    all_rows_of_a_draft_have_one_index,
+    drafts_take_more_rows_than_there_are,
+    blocks_of_drafts_are_kept,
+    the_limit_of_a_request_is_ignored,
+    the_token_behind_a_wrong_draft_is_accepted,
+    the_last_right_draft_is_not_accepted,
+    the_last_token_counts_as_a_right_draft,
+    only_the_engine_s_own_end_tells_the_counts,
+    an_abort_in_a_step_with_drafts_is_overlooked,
+    a_block_dies_before_the_drafts_are_verified,
+)
+"""Those that random histories of a scheduler alone find. Commands of an engine wait for the end of a step, so nothing is aborted
+in it there."""

@@ -11,9 +11,10 @@ import zlib
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from pdserve.core.block_pools import BlockPools, TableReservation
 from pdserve.core.ids import NULL_BLOCK, BlockId, SeqId
@@ -24,6 +25,8 @@ from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from pdserve.core.step_plan import NO_DRAFTS, NO_TOKEN, Drafts, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.engine.schedule.sequence import SequenceKind
+from tests.sim.draft_mutants import HISTORY_MUTANTS
+from tests.sim.mutants import Mutant
 
 BLOCKS, BLOCK, EOS, VOCAB = 10, 4, 3, 23
 LIMIT = BLOCKS * BLOCK
@@ -438,3 +441,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.quick("drafts_go*", "penalties*", "the_last_right*")
+@pytest.mark.parametrize("mutant", HISTORY_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_rule_of_drafts_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - each breaks something else
+        run_state_machine_as_test(
+            SchedulerMachine,
+            settings=settings(
+                max_examples=300,
+                stateful_step_count=40,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
