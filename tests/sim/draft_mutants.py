@@ -315,5 +315,5 @@ HISTORY_MUTANTS: tuple[Mutant, ...] = (
     an_abort_in_a_step_with_drafts_is_overlooked,
     a_block_dies_before_the_drafts_are_verified,
 )
-"""Those that random histories of a scheduler alone find. Commands of an engine wait for the end of a step, so nothing is aborted
-in it there."""
+"""Those that random histories of a scheduler alone find. Commands of an engine wait for the end of a step, so that nothing is
+aborted in it."""
