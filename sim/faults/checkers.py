@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import combinations_with_replacement
 from typing import Final
 
 from decode_worker.role import DecodeRole
 from pdserve.core.errors import ErrorCode, InvalidRequest
+from pdserve.core.speculation import DraftCounts, total
 from pdserve.worker.host import KvDamage
 from prefill_worker.role import PrefillRole
 from sim.faults.client import CallOutcome
+from sim.faults.engine import SimEngine
 from sim.faults.oracle import RightAnswer, answer
 from sim.faults.worker import SimWorker
 from sim.faults.world import World
@@ -97,8 +100,30 @@ def untrue_exactness(outcome: CallOutcome, numerics: Mapping[str, str]) -> list[
     return []
 
 
+def untold_drafts(outcome: CallOutcome, told: Mapping[tuple[int, int], Sequence[DraftCounts | None]]) -> list[str]:
+    """Check that a request which ended well was told the drafts that engines verified for it: those of the attempts that came
+    to its last token, and of no other. told: what engines told with each token, by the seed of its request and its index."""
+    if not outcome.ok or outcome.report is None:
+        return []
+    last = max((delta.index + len(delta.ids) - 1 for delta in outcome.deltas), default=0)
+    counts = dict.fromkeys(told.get((outcome.ask.params.seed, last), (None,)))  # several requests may have one seed
+    attempts = outcome.report.attempts + outcome.report.migrations
+    sums = [total(some) for count in range(1, min(attempts, 3) + 1) for some in combinations_with_replacement(counts, count)]
+    if outcome.report.speculation in sums:
+        return []
+    return [f"{outcome.ask.name}: was told {outcome.report.speculation}, and the engines verified one of {sums}"]
+
+
 def _compare(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
-    return _compare_output(outcome, expected) or _compare_scores(outcome, expected)
+    return _compare_output(outcome, expected) or _compare_scores(outcome, expected) or _compare_logprobs(outcome, expected)
+
+
+def _compare_logprobs(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
+    """Compare the log-probabilities of the output, which come with their tokens."""
+    for delta in outcome.deltas:
+        if delta.logprobs != expected.logprobs[delta.index : delta.index + len(delta.ids)]:
+            return [f"wrong log-probabilities of token {delta.index}: {delta.logprobs}"]
+    return []
 
 
 def _compare_scores(outcome: CallOutcome, expected: RightAnswer) -> list[str]:
@@ -155,6 +180,8 @@ def _left_on(worker: SimWorker) -> list[str]:
         found.append(f"{worker.staging.num_held} staging blocks")
     if role is not None and not role.idle:
         found.append("the role is not idle")
+    if isinstance(worker.engine, SimEngine) and worker.engine.drafts is not None:
+        found += worker.engine.drafts.leftovers()
     if isinstance(role, PrefillRole) and (role.leases_held or role._leases.num_watched):
         found.append(f"{role.leases_held} leases, {role._leases.num_watched} watched")
     if isinstance(role, DecodeRole) and role._leases.num_followed:

@@ -40,6 +40,8 @@ class ClientAsk:
     leader: str = ""  # the request of which this is another choice, by name
     constraint: Constraint | None = None
     ends_at: int | None = None  # the output token at which it ends its worker; None: it is harmless
+    cache_salt: str = ""
+    draft_limit: int | None = None
     client: tuple[str, ...] = ()  # the names of its client, connection and call; empty: the client is unknown
 
 
@@ -118,15 +120,22 @@ def _input_of(ask: ClientAsk) -> GenerateInput:
         "ignore_eos": params.ignore_eos,
         "include_stop_str_in_output": params.include_stop_str_in_output,
         "skip_special_tokens": params.skip_special_tokens,
+        "temperature": params.temperature,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
         **({} if params.prompt_logprobs is None else {"prompt_logprobs": params.prompt_logprobs}),
+        **({} if params.logprobs is None else {"logprobs": params.logprobs}),
     }
+    options: dict[str, Any] = {"priority": ask.priority, "cache_salt": ask.cache_salt}
+    if ask.draft_limit is not None:
+        options["draft_limit"] = ask.draft_limit
     return GenerateInput(
         prompt=ask.prompt,
         sampling=sampling,
         request_id=ask.name,
         deadline_s=ask.deadline_s,
         placement=ask.placement,
-        options={"priority": ask.priority},
+        options=options,
         leader=ask.leader,
         constraint=ask.constraint,
         client=ask.client,
@@ -179,6 +188,42 @@ def with_constraints(asks: list[ClientAsk], rng: random.Random, share: float) ->
         else ask
         for ask in asks
     ]
+
+
+def with_draws(asks: list[ClientAsk], rng: random.Random, share: float) -> list[ClientAsk]:
+    """Let a share of the requests be greedy, have penalties, or ask for the log-probabilities of their output, or several of
+    these. Requests that end their workers are left as they are."""
+    drawn = []
+    for ask in asks:
+        if ask.ends_at is None and rng.random() < share:
+            params = replace(
+                ask.params,
+                temperature=rng.choice((0.0, 0.0, 1.0)),
+                frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+                repetition_penalty=rng.choice((1.0, 1.0, 1.5)),
+                logprobs=rng.choice((None, None, 0, 2)),
+            )
+            ask = replace(ask, params=params)
+        drawn.append(ask)
+    return drawn
+
+
+def with_draft_limits(asks: list[ClientAsk], rng: random.Random) -> list[ClientAsk]:
+    """Let half of the requests limit their drafts."""
+    return [replace(ask, draft_limit=rng.choice((None, None, None, 0, 1, 3))) for ask in asks]
+
+
+def with_salts(asks: list[ClientAsk], rng: random.Random, *, until_s: float) -> list[ClientAsk]:
+    """Give the requests two cache salts, and ask some of them again, later and mostly greedily, with either salt."""
+    salts = {ask.name: rng.choice(("", "mine")) for ask in asks}
+    salted = [replace(ask, cache_salt=salts[ask.leader or ask.name]) for ask in asks]
+    for ask in rng.sample([ask for ask in salted if not ask.leader and ask.ends_at is None], len(asks) // 4):
+        params = replace(ask.params, temperature=0.0, max_tokens=30)
+        for i in range(3):
+            again = replace(params, seed=(ask.params.seed + 100 + i) % SEED_LIMIT)
+            at_s, salt = rng.uniform(0.3, until_s), rng.choice(("", "mine"))
+            salted.append(replace(ask, name=f"{ask.name}-again{i}", at_s=at_s, params=again, cache_salt=salt))
+    return salted
 
 
 def with_poison(asks: list[ClientAsk], rng: random.Random, count: int) -> list[ClientAsk]:

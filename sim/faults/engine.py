@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.blocks import BlockCounts
 from pdserve.core.ids import NULL_BLOCK, BlockId, BlockSum, Incarnation
 from pdserve.core.kv_layout import KvGroup, KvShare
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import NO_TOKEN, Sampled, SampleSpec, SequenceSlice, StepPlan
 from pdserve.core.worker import WorkerLoad
 from pdserve.engine.kv.checksum import add_sums
 from pdserve.engine.schedule.scheduler import Scheduler
 from pdserve.worker.engine_thread import EngineSteps
 from pdserve.worker.messages import Command, EngineSnapshot, StepEvents
-from sim.faults.oracle import CARD, EOS, VOCAB_SIZE, chain, draw, score
+from sim.faults.drafts import Drafting, DraftWatch
+from sim.faults.oracle import BLOCK_SIZE, CARD, EOS, VOCAB_SIZE, chain, draw, score, tags_of
 from sim.world.process import Process
 
-BLOCK_SIZE: Final = 4
 STEP_S: Final = 0.004  # a step takes this time, and
 TOKEN_S: Final = 0.0005  # this for each of its tokens, so that chunks of a prompt take longer than decodes, as in a real engine
 _MASK: Final = (1 << 64) - 1
@@ -71,6 +72,8 @@ class SimMemory:
         """The places of the cells that each rank stores, in the order of its memory."""
         self._num_cells = sum(map(len, self.places.values()))
         self.blocks = [self._filled(rng.getrandbits(40)) for _ in range(num_blocks)]
+        self.spoiled: set[tuple[int, int]] = set()
+        """The places, as (block, offset), where KV of wrong drafts lies."""
         self._rng = rng
         self._poison = poison
 
@@ -94,12 +97,14 @@ class SimMemory:
 
     def write(self, rank: int, block: int, offset: int, tag: int) -> None:
         """Write the tag of one token into the cells of one rank."""
+        self.spoiled.discard((block, offset))
         for place in self.places.get(rank, ()):
             cell = self.blocks[block][place]
             cell[offset], cell[BLOCK_SIZE] = tag, place
 
     def copy_in(self, block: int, places: Sequence[int], cells: Sequence[list[int]]) -> None:
         """Write some cells of one block."""
+        self._forget(block)
         for place, cell in zip(places, cells, strict=True):
             self.blocks[block][place][:] = cell
 
@@ -114,9 +119,20 @@ class SimMemory:
 
     def freed(self, blocks: list[BlockId]) -> None:
         """Take note of blocks that became free."""
-        if self._poison:
-            for block in blocks:
+        for block in blocks:
+            self._forget(block)
+            if self._poison:
                 self.blocks[block] = self._filled(self._rng.getrandbits(40))
+
+    def spoil(self, block: int, offset: int, tag: int) -> None:
+        """Write KV of a wrong draft, which nobody may read."""
+        for rank in self.places:
+            self.write(rank, block, offset, tag)
+        self.spoiled.add((block, offset))
+
+    def _forget(self, block: int) -> None:
+        if self.spoiled:
+            self.spoiled.difference_update((block, offset) for offset in range(BLOCK_SIZE))
 
 
 class SimKv:
@@ -126,8 +142,9 @@ class SimKv:
     In a group with a sliding window, each token of a slice depends only on the tags that it sees there.
     """
 
-    def __init__(self, groups: Sequence[SimMemory], num_ranks: int) -> None:
-        """Make the KV of some groups, which so many ranks store."""
+    def __init__(self, groups: Sequence[SimMemory], num_ranks: int, rng: random.Random) -> None:
+        """Make the KV of some groups, which so many ranks store. rng: draws KV of no use."""
+        self._rng = rng
         self.groups = tuple(groups)
         self.num_ranks = num_ranks
         self.no_numbers = False
@@ -159,13 +176,20 @@ class SimKv:
         tags = self._tags(piece, end, end - 1)
         if spec.scored is not None:
             return spec.scored, score(tags, spec.scored, spec.params.prompt_logprobs or 0)
-        if spec.grammar is None:
-            return draw(tags, spec.params, spec.output_index, spec.banned_ids), None
-        mask = spec.grammar.mask()
-        if mask is None:
-            return NO_TOKEN, None
-        allowed = [i for i in range(VOCAB_SIZE) if mask[i // 8] >> i % 8 & 1]
-        return draw(tags, spec.params, spec.output_index, spec.banned_ids, allowed), None
+        return draw_as(tags, spec)
+
+    def spoil(self, tables: Sequence[Sequence[BlockId]], positions: Iterable[int]) -> None:
+        """Write KV of wrong drafts at these positions of a sequence's block tables."""
+        for position in positions:
+            for memory, table in zip(self.groups, tables, strict=True):
+                block = _not_null(table[position // BLOCK_SIZE])
+                memory.spoil(block, position % BLOCK_SIZE, self._rng.getrandbits(40))
+
+    def check_final(self, final: Sequence[set[int]]) -> None:
+        """Assert that no KV of wrong drafts lies in these blocks of each group."""
+        for group, (memory, blocks) in enumerate(zip(self.groups, final, strict=True)):
+            wrong = {block for block, _ in memory.spoiled} & blocks
+            assert not wrong, f"blocks {sorted(wrong)} of group {group} hold KV of wrong drafts, and others may read them"
 
     def _tags(self, piece: SequenceSlice, end: int, query: int) -> list[int]:
         """Return the tags of tokens [0, end), as the token at position `query` sees them, without what differs between groups.
@@ -186,9 +210,24 @@ class SimKv:
     def _of_group(self, piece: SequenceSlice, group: int, first: int, end: int) -> list[int]:
         """Return the tags of tokens [first, end) in one group."""
         memory, table, start = self.groups[group], piece.block_tables[group], first // BLOCK_SIZE
-        blocks = map(_not_null, table[start : -(-end // BLOCK_SIZE)])
+        blocks = list(map(_not_null, table[start : -(-end // BLOCK_SIZE)]))
+        if memory.spoiled:
+            read = ((block, at % BLOCK_SIZE) for at in range(first, end) for block in (table[at // BLOCK_SIZE],))
+            assert not memory.spoiled.intersection(read), "KV of a wrong draft is read"
         tags = [tag - group for block in blocks for tag in memory.tags(block)]
         return tags[first - start * BLOCK_SIZE : end - start * BLOCK_SIZE]
+
+
+def draw_as(tags: Sequence[int], spec: SampleSpec) -> Sampled:
+    """Draw a token after tokens with these tags, one that the mask allows, with its log-probabilities."""
+    params, mask, allowed = spec.params, None, list(range(VOCAB_SIZE))
+    if spec.grammar is not None:
+        if (mask := spec.grammar.mask()) is None:
+            return NO_TOKEN, None
+        allowed = [i for i in allowed if mask[i // 8] >> i % 8 & 1]
+    seen = () if spec.edits is None else sorted(zip(spec.edits.seen_ids, spec.edits.output_counts, strict=True))
+    token_id = draw(tags, params, spec.output_index, spec.banned_ids, allowed, seen)
+    return token_id, None if params.logprobs is None else score(tags, token_id, params.logprobs)
 
 
 def _not_null(block: BlockId) -> BlockId:
@@ -217,9 +256,11 @@ class SimEngine:
         checksums: bool,
         step_s: float,
         ends: Callable[[StepPlan], bool],
+        drafting: Drafting | None = None,
+        told: Callable[[int, int, DraftCounts | None], None] = lambda *_: None,
     ) -> None:
-        """`ends` is asked at the end of each step, and ends the process if it returns True. Other parameters are those of the
-        scheduler."""
+        """`ends` is asked at the end of each step, and ends the process if it returns True. `drafting`: how it drafts, if it
+        does. `told`: see `DraftWatch`. Other parameters are those of the scheduler."""
         self.kv = kv
         self.pool = pool
         self.scheduler = Scheduler(
@@ -232,7 +273,20 @@ class SimEngine:
             prefix_salt=CARD.fingerprint.encode() if prefix_caching else None,
         )
         self.steps = 0
-        self._engine = EngineSteps(self.scheduler, pool, [memory.sums for memory in kv.groups] if checksums else None)
+        self._drafting = drafting
+        self.drafts: DraftWatch | None = None
+        """The watch over its drafts. None: it does not draft."""
+        if drafting is not None:
+            drafts_rng = random.Random(rng.getrandbits(64))
+            self.drafts = DraftWatch(
+                drafting, self.scheduler, drafts_rng, step_s, lambda ids, spec: draw_as(tags_of(ids), spec)[0], kv.spoil, told
+            )
+        self._engine = EngineSteps(
+            self.scheduler,
+            pool,
+            [memory.sums for memory in kv.groups] if checksums else None,
+            choice=None if self.drafts is None else self.drafts.choice,
+        )
         self._process = process
         self._publish = publish
         self._reached = reached
@@ -267,6 +321,8 @@ class SimEngine:
     def check_invariants(self) -> None:
         """Check the invariants of the pool."""
         self.pool.check_invariants()
+        if self.drafts is not None:
+            self.kv.check_final(self.drafts.final_blocks())
 
     def snapshot(self) -> EngineSnapshot:
         """Return the present counts of blocks and sequences."""
@@ -295,12 +351,20 @@ class SimEngine:
             if spec.grammar is not None:
                 spec.grammar.mask()  # as the thread of the masks does, while the model runs
         if plan.slices:
-            step_s = self._step_s + TOKEN_S * plan.num_tokens
+            step_s = self._step_s + self._token_s() * plan.num_tokens
+            if self.drafts is not None:
+                self.drafts.planned(plan)
+                if self.drafts.model is not None:
+                    step_s, self.drafts.model.took_s = step_s + self.drafts.model.took_s, 0.0
             unwritten = set(range(self.kv.num_ranks))
             for rank, written_s in enumerate(self._spread(step_s)):
                 self._process.engine_loop.call_later(written_s, self._write, plan, step_s, rank, unwritten)
         else:
             self._next()
+
+    def _token_s(self) -> float:
+        """Return the time of each token of a step that begins now."""
+        return TOKEN_S if self._drafting is None else self._drafting.token_s_at(self._process.timeline.now_s)
 
     def _spread(self, step_s: float) -> list[float]:
         """Return the time at which each rank writes its part. The slowest needs the whole step."""
@@ -321,7 +385,13 @@ class SimEngine:
         self._reached("engine_step")
         if not self._process.alive or self._ends(pending):
             return
-        events = self._engine.finish(self.kv.collect(pending), step_s)
+        sampled = self.kv.collect(pending)
+        if self.drafts is not None:
+            self.drafts.drawn(pending, sampled)
+        events = self._engine.finish(sampled, step_s)
+        assert self.kv.no_numbers or not events.failed, f"sequences {events.failed} fail, and all logits are numbers"
+        if self.drafts is not None:
+            self.drafts.collected(events.tokens, self._engine._drafted)
         self._settle()
         self._tell(events)
         if (sealed := self._engine.seal()) is not None:
@@ -347,6 +417,8 @@ class SimEngine:
         self._free = free
         if self._check_steps:
             self.scheduler.check_invariants()
+            if self.drafts is not None:
+                self.kv.check_final(self.drafts.final_blocks())
 
 
 def free_blocks(pool: BlockPools) -> list[set[BlockId]]:

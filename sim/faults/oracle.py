@@ -4,12 +4,14 @@ The fake model's KV of a token is its *tag*, a chained hash of all tokens up to 
 whole sequence, which are read through the block table. So one stale, foreign or missing block changes all later tokens.
 The oracle computes the tags from the token ids alone.
 
-The score of a prompt token comes from the tags of all tokens before it. A constraint is a toy language: the tokens that it
-allows depend on all earlier output tokens.
+The score of a token comes from the tags of all tokens before it. A constraint is a toy language: the tokens that it allows
+depend on all earlier output tokens. A greedy draw depends on neither seed nor index, and a draw with penalties depends on how
+often each token was seen.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
@@ -24,6 +26,7 @@ from pdserve.text.output import OutputText
 from pdserve.text.tokenizer import Tokenizer, Utf8Stream
 
 VOCAB_SIZE: Final = 64
+BLOCK_SIZE: Final = 4
 EOS: Final = 1
 MAX_MODEL_LEN: Final = 160
 NUM_ALLOWED: Final = 6  # of the ids that a constraint allows, besides the end of the sequence
@@ -113,6 +116,8 @@ class OraclePlace:
         if self.ended:
             return (EOS,)
         first, stride = self.tag % VOCAB_SIZE, 2 * (self.tag >> 6) + 1
+        if (self.tag >> 50) % 4 == 0 and first != EOS:
+            return (first,)
         ids = {(first + i * stride) % VOCAB_SIZE for i in range(NUM_ALLOWED)} - {EOS}
         return tuple(sorted(ids | {EOS} if (self.tag >> 20) % 3 == 0 else ids))
 
@@ -122,25 +127,37 @@ class OraclePlace:
         return OraclePlace(tag, token_id == EOS or (tag >> 40) % 24 == 0, self.costly)
 
 
+def seen_of(prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> tuple[tuple[int, int], ...]:
+    """Return the ids that penalties change, ascending, and how often the output has each. A repetition penalty changes those of
+    the prompt as well. Empty: nothing is changed."""
+    if not params.edits_logits:
+        return ()
+    counts = Counter(output)
+    ids = set(counts) | set(prompt if params.repetition_penalty != 1.0 else ())
+    return tuple((token_id, counts[token_id]) for token_id in sorted(ids))
+
+
 def draw(
     tags: Sequence[int],
     params: SamplingParams,
     index: int,
     banned_ids: Sequence[int],
     allowed: Sequence[int] = range(VOCAB_SIZE),
+    seen: Sequence[tuple[int, int]] = (),
 ) -> int:
     """Draw output token `index` from the tags of all tokens before it. It is one of `allowed` and none of `banned_ids`.
 
-    No id is banned where a constraint allows only some ids.
+    No id is banned where a constraint allows only some ids. seen: as `seen_of` returns it.
     """
-    token_id = allowed[int(uniform(hash((params.seed, *tags)) & _MASK, index) * len(allowed))]
+    seed, index = (0, 0) if params.greedy else (params.seed, index)
+    token_id = allowed[int(uniform(hash((seed, *tags, *seen)) & _MASK, index) * len(allowed))]
     while token_id in banned_ids:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
 
 
 def score(tags: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
-    """Return the score of a prompt token after tokens with these tags, with `count` likeliest ids. The wire has 32-bit floats,
+    """Return the score of a token after tokens with these tags, with `count` likeliest ids. The wire has 32-bit floats,
     which hold these numbers."""
     mixed = hash((token_id, *tags)) & _MASK
     top = tuple(((mixed >> i) % VOCAB_SIZE, -float((mixed >> i) % 509)) for i in range(count))
@@ -157,16 +174,21 @@ class RightAnswer:
     """None: the grammar fails after these tokens, and the request with it."""
     scores: tuple[TokenLogprobs, ...] = ()
     """The log-probabilities of all prompt tokens but the first, if the request asks for them."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those of all output tokens, if the request asks for them."""
 
 
 def answer(prompt: tuple[int, ...], params: SamplingParams, constraint: Constraint | None = None) -> RightAnswer:
     """Compute the whole answer. The code is separate from the scheduler's; only `OutputText` is shared with production."""
     ids, text, reason = _output(prompt, params, None if constraint is None else OraclePlace.start(constraint.text))
-    if params.prompt_logprobs is None:
-        return RightAnswer(ids, text, reason)
-    tags = tags_of(prompt)
-    scores = [score(tags[:i], prompt[i], params.prompt_logprobs) for i in range(1, len(prompt))]
-    return RightAnswer(ids, text, reason, tuple(scores))
+    tokens = (*prompt, *ids)
+    tags = tags_of(tokens)
+
+    def scores(first: int, end: int, count: int | None) -> tuple[TokenLogprobs, ...]:
+        return () if count is None else tuple(score(tags[:i], tokens[i], count) for i in range(first, end))
+
+    of_prompt = scores(1, len(prompt), params.prompt_logprobs)
+    return RightAnswer(ids, text, reason, of_prompt, scores(len(prompt), len(tokens), params.logprobs))
 
 
 def _output(
@@ -182,7 +204,8 @@ def _output(
         if place is not None and place.fails:
             return tuple(ids), "".join(pieces), None
         allowed = range(VOCAB_SIZE) if place is None else place.allowed
-        token_id = draw(tags, params, len(ids), stop_ids if len(ids) < params.min_tokens else (), allowed)
+        banned = stop_ids if len(ids) < params.min_tokens else ()
+        token_id = draw(tags, params, len(ids), banned, allowed, seen_of(prompt, ids, params))
         place = None if place is None else place.after(token_id)
         ids.append(token_id)
         tags.append(chain(tags[-1], token_id))

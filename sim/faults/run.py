@@ -12,6 +12,7 @@ from typing import Final
 
 from pdserve.core.sampling import Placement, SamplingParams
 from pdserve.core.shards import Degrees
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from sim.faults.checkers import (
     SLACK_S,
     check_outcome,
@@ -20,6 +21,7 @@ from sim.faults.checkers import (
     leftovers,
     unlike_keys,
     unlike_roles,
+    untold_drafts,
     untrue_exactness,
 )
 from sim.faults.client import (
@@ -28,10 +30,14 @@ from sim.faults.client import (
     draw_ask,
     with_clients,
     with_constraints,
+    with_draft_limits,
+    with_draws,
     with_poison,
+    with_salts,
     with_scores,
     with_siblings,
 )
+from sim.faults.drafts import Drafting, draw_drafting
 from sim.faults.engine import BLOCK_SIZE, STEP_S
 from sim.faults.faults import (
     WORKERS,
@@ -108,6 +114,8 @@ class RunReport:
     """The workers that a new router found alive."""
     abandoned: int = 0
     """The tickets of foreign engines that were committed, and that no server has got."""
+    drafts: DraftCounts = NO_COUNTS
+    """The drafts that requests which ended well were told."""
     attempts: int = 0
     """The number of further attempts, after the first, of requests that ended well."""
 
@@ -129,6 +137,7 @@ def run_seed(seed: int) -> RunReport:
     shape = _with_window(shape, random.Random(f"{seed} window").choice(WINDOWS))
     ranks = random.Random(f"{seed} ranks")
     shape = with_ranks(shape, ranks.choice(DEGREES), ranks.choice(DEGREES))
+    shape = _drafting(seed, shape)
     shape = _with_unequal_workers(shape, random.Random(f"{seed} unequal"))
     asks = draw_asks(random.Random(f"{seed} workload"), rng.choice((8, 16, 24, 32)), until_s=FAULTS_S, unruly=True)
     asks = _with_priorities(asks, random.Random(f"{seed} priorities"))
@@ -138,6 +147,10 @@ def run_seed(seed: int) -> RunReport:
     poison, clients = random.Random(f"{seed} poison"), random.Random(f"{seed} clients")
     asks = with_poison(asks, poison, poison.choice((0, 0, 0, 0, 0, 0, 1, 2)))
     asks = with_clients(asks, clients, clients.choice((0, 0, 1, 3)))
+    draws, salts = random.Random(f"{seed} draws"), random.Random(f"{seed} salts")
+    asks = with_draws(asks, draws, draws.choice((0.0, 0.5)))
+    asks = with_salts(asks, salts, until_s=FAULTS_S * 0.9) if salts.random() < 0.5 else asks
+    asks = with_draft_limits(asks, random.Random(f"{seed} draft limits"))
     return simulate(seed, shape, plan, asks, Census())
 
 
@@ -154,7 +167,7 @@ def run_with_slow_reads(seed: int) -> RunReport:
     shape = _with_window(
         _with_kv_dtypes(_with_patient_reads(WorldShape()), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
-    return simulate(seed, with_ranks(shape, theirs, ours), plan, asks, Census())
+    return simulate(seed, _drafting(seed, with_ranks(shape, theirs, ours)), plan, asks, Census())
 
 
 def run_with_role_flips(seed: int) -> RunReport:
@@ -170,7 +183,7 @@ def run_with_role_flips(seed: int) -> RunReport:
         _with_kv_dtypes(with_prefix_caching(WorldShape(), True), *dtypes), WINDOWS[seed // len(KV_DTYPES) % len(WINDOWS)]
     )
     shape = with_ranks(shape, DEGREES[seed % len(DEGREES)], DEGREES[seed // 2 % len(DEGREES)])
-    return simulate(seed, shape, plan, asks, Census())
+    return simulate(seed, _drafting(seed, shape), plan, asks, Census())
 
 
 def run_with_gangs(seed: int) -> RunReport:
@@ -185,7 +198,7 @@ def run_with_gangs(seed: int) -> RunReport:
     asks = draw_asks(random.Random(f"{seed} workload"), 48, until_s=FAULTS_S, unruly=True)
     shape = _with_kv_dtypes(with_prefix_caching(WorldShape(), seed % 2 == 0), *KV_DTYPES[seed % len(KV_DTYPES)])
     theirs, ours = rng.choice([(a, b) for a in DEGREES for b in DEGREES if (a, b) != (ONE_RANK, ONE_RANK)])
-    return simulate(seed, with_ranks(shape, theirs, ours), plan, asks, Census())
+    return simulate(seed, _drafting(seed, with_ranks(shape, theirs, ours)), plan, asks, Census())
 
 
 def run_with_foreign_engines(seed: int) -> RunReport:
@@ -311,7 +324,7 @@ def run_with_preemptions(seed: int) -> RunReport:
     dtypes = KV_DTYPES[seed % len(KV_DTYPES)]
     shape = with_prefix_caching(_with_kv_dtypes(WorldShape(), *dtypes), bool(seed & 4))
     narrow = replace(shape.decode, num_blocks=MAX_MODEL_LEN // BLOCK_SIZE, max_num_batched_tokens=8)
-    return simulate(seed, replace(shape, decode=narrow), calm_plan(6.0), asks, Census())
+    return simulate(seed, _drafting(seed, replace(shape, decode=narrow)), calm_plan(6.0), asks, Census())
 
 
 def _with_fields(asks: list[ClientAsk], seed: int) -> list[ClientAsk]:
@@ -359,6 +372,16 @@ def _with_kv_dtypes(shape: WorldShape, prefill: tuple[str, ...], decode: tuple[s
 
 def _with_window(shape: WorldShape, window: int | None) -> WorldShape:
     return replace(shape, prefill=replace(shape.prefill, window=window), decode=replace(shape.decode, window=window))
+
+
+def _drafting(seed: int, shape: WorldShape) -> WorldShape:
+    """Let most runs draft."""
+    return with_drafting(shape, draw_drafting(random.Random(f"{seed} drafting")))
+
+
+def with_drafting(shape: WorldShape, drafting: Drafting | None) -> WorldShape:
+    """Let all workers draft in this way."""
+    return replace(shape, prefill=replace(shape.prefill, drafting=drafting), decode=replace(shape.decode, drafting=drafting))
 
 
 def with_ranks(shape: WorldShape, prefill: Degrees, decode: Degrees) -> WorldShape:
@@ -442,6 +465,9 @@ def _drive(world: World, asks: list[ClientAsk], report: RunReport) -> None:
             unequal=bool(world.shape.unequal) or world.flips,
         )
         report.problems += untrue_exactness(outcome, numerics)
+        report.problems += untold_drafts(outcome, world.told)
+        if outcome.ok and outcome.report is not None and outcome.report.speculation is not None:
+            report.drafts = report.drafts.plus(outcome.report.speculation)
         report.outcomes["ok" if outcome.ok else outcome.error.code.value if outcome.error else "never ended"] += 1
         if outcome.ok and outcome.report is not None:
             report.attempts += outcome.report.attempts - 1

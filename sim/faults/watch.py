@@ -9,6 +9,7 @@ from typing import Final
 
 from pdserve.core.errors import ErrorCode
 from pdserve.core.ids import Incarnation, RequestId
+from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from router.core import events as ev
 from router.core.live_request import LiveRequest
 from router.core.registry import Worker
@@ -29,6 +30,8 @@ class _Seen:
     failures: int = 0
     refusals: int = 0
     ended: int = 0
+    drafts: DraftCounts = NO_COUNTS
+    """The drafts of all attempts that came to their last token."""
 
 
 class CoreWatch:
@@ -58,6 +61,8 @@ class CoreWatch:
         """Let the core handle an event, and check the effects. Only requests of clients are checked."""
         bucket = self._core.recovery.bucket
         workers, taken, failing = list(self._core.registry), bucket.taken, self._failing(event)
+        if isinstance(event, ev.StepRows):
+            self._told(event)
         effects = self._handle(event, now_s=now_s)
         if isinstance(event, ev.Submit):
             request = self._core.requests.get(event.request_id)
@@ -82,6 +87,15 @@ class CoreWatch:
             elif isinstance(effect, ev.EmitDone | ev.EmitFailed):
                 self._end(effect, failing)
         return effects
+
+    def _told(self, event: ev.StepRows) -> None:
+        """Count the drafts that a worker tells with the last token of an attempt."""
+        worker = self._core.registry.get(event.link)
+        for row in event.rows if worker is not None else ():
+            work = worker.work.get(row.handle)  # type: ignore[union-attr, call-overload]
+            seen = None if work is None else self._seen.get(work.request.request_id)
+            if seen is not None and row.finish_reason and row.speculation.num_drafts:
+                seen.drafts = seen.drafts.plus(DraftCounts.told(row.speculation))
 
     def _joined(self, incarnation: Incarnation) -> None:
         """A worker that dials again has not died, only its link has."""
@@ -136,6 +150,8 @@ class CoreWatch:
         if seen is None:
             return
         name, attempts = effect.request_id, effect.report.attempts
+        if (effect.report.speculation or NO_COUNTS) != seen.drafts:
+            self._report(f"{name} is told {effect.report.speculation}, and workers have told {seen.drafts}")
         self.migrations += effect.report.migrations
         reasons = seen.lost + seen.failures + seen.refusals
         if attempts > 1 + reasons:

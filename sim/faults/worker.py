@@ -24,6 +24,7 @@ from pdserve.core.ids import Incarnation
 from pdserve.core.kv_layout import KvGroup, KvSpec
 from pdserve.core.model_spec import RopeSpec
 from pdserve.core.shards import Degrees, kv_shares
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.step_plan import StepPlan
 from pdserve.core.worker import OWN_ENGINE
 from pdserve.rpc.v1 import common_pb2, link_pb2
@@ -32,6 +33,7 @@ from pdserve.worker.host import TICKET_SECRET_BYTES, Host, HostedRole, close_rol
 from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending, StepEvents
 from prefill_worker.role import PrefillRole
+from sim.faults.drafts import Drafting
 from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv, SimMemory
 from sim.faults.foreign import TRAITS, ForeignEngine, Tickets
 from sim.faults.grammars import GrammarThread, SimCompiler
@@ -84,6 +86,8 @@ class WorkerShape:
     """The ranks, each with memory of its own for some heads or layers of every block. More than one: the worker is a gang."""
     window: int | None = None
     """The sliding window of the second group in tokens, if there is one. None: it has no window."""
+    drafting: Drafting | None = None
+    """How its engine drafts. None: it does not."""
 
     @property
     def numerics(self) -> str:
@@ -110,9 +114,10 @@ class SimWorker:
         flipped: Callable[[], None] = lambda: None,
         poisonous: Poison | None = None,
         tickets: Tickets | None = None,
+        told: Callable[[int, int, DraftCounts | None], None] = lambda *_: None,
     ) -> None:
         """Build the worker and make it known to the network. `worker_id` empty: the name of the process. `flipped` is called
-        when a life with another role begins. `poisonous` has the requests that end the process.
+        when a life with another role begins. `poisonous` has the requests that end the process. `told` hears of drafts.
 
         `reached` is called at each step that is not a message, with the step's name and the process.
         """
@@ -137,6 +142,7 @@ class SimWorker:
                 for group, size in zip(groups, sizes, strict=True)
             ],
             shape.degrees.ranks,
+            random.Random(self.incarnation),
         )
         self._rng = rng
         self._reached = reached
@@ -145,6 +151,7 @@ class SimWorker:
         self._poisonous = poisonous or Poison()
         self._pools = pools
         self._network = network
+        self._told = told
         self.engine = self._make_engine(sizes, tickets, check_steps=check_steps)
         self.regions = tuple(region_of(memory, (1 + number) << 20) for number, memory in enumerate(self.kv.groups))
         self._config = self._make_config()
@@ -240,6 +247,8 @@ class SimWorker:
             checksums=shape.lease.kv_checksum,
             step_s=shape.step_s,
             ends=self._ends,
+            drafting=shape.drafting,
+            told=self._told,
         )
 
     def _ends(self, plan: StepPlan) -> bool:

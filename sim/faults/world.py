@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pdserve.config import LeaseConfig, RouterConfig
 from pdserve.core.errors import CannotFlip, InvalidRequest, StaleOrder, UnknownWorker
+from pdserve.core.speculation import DraftCounts
 from pdserve.core.worker import Role
 from sim.faults.actuator import RollingUpgrade, UpgradeWatch
 from sim.faults.client import ClientAsk, SimClient
@@ -90,6 +91,8 @@ class World:
     lacked_a_role: bool = False
     """True: after the faults some requests had to wait for a worker that takes its old role again."""
 
+    told: dict[tuple[int, int], list[DraftCounts | None]] = field(default_factory=dict)
+    """What engines told of drafts with a token, by the seed of its request and its index."""
     upgrade: UpgradeWatch | None = None
     routers: list[SimRouter] = field(default_factory=list)
     """All incarnations of the router."""
@@ -144,9 +147,13 @@ class World:
             flipped=self._flipped,
             poisonous=self.poison,
             tickets=self.tickets,
+            told=self._told,
         )
         self._spawn(process, worker.run(process.kill))
         return worker
+
+    def _told(self, seed: int, index: int, counts: DraftCounts | None) -> None:
+        self.told.setdefault((seed, index), []).append(counts)
 
     def _flipped(self) -> None:
         self.num_flips += 1

@@ -228,4 +228,6 @@ def _fields(thing: Any) -> Iterable[tuple[str, Any]]:
         return [("name", thing.name)]
     if hasattr(thing, "__dataclass_fields__"):  # with slots there is no __dict__, or in a subclass an empty one
         return [(name, getattr(thing, name)) for name in thing.__dataclass_fields__]
+    if not hasattr(thing, "__dict__"):
+        return [(name, getattr(thing, name)) for name in type(thing).__slots__]
     return thing.__dict__.items()

@@ -175,16 +175,16 @@ class DraftChoice:
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
-        """Learn from the step whose drafts were chosen last. Sequences that it has ended were forgotten before."""
-        self._learn(outcome)
+        """Learn from the step whose drafts were chosen last. Sequences that it has ended are forgotten by now, and stay so."""
+        for seq_id, drafted, accepted in outcome.verified:
+            self._odds.learn(seq_id, self._kinds.get(seq_id, ""), drafted, accepted)
+        if self._proposed and not self._steps % SAMPLED_STEPS:
+            self._learn_unverified(outcome)
         for seq_id in self._ended:
             self._odds.forget(seq_id)
 
-    def _learn(self, outcome: StepOutcome) -> None:
-        for seq_id, drafted, accepted in outcome.verified:
-            self._odds.learn(seq_id, self._kinds.get(seq_id, ""), drafted, accepted)
-        if not self._proposed or self._steps % SAMPLED_STEPS:
-            return
+    def _learn_unverified(self, outcome: StepOutcome) -> None:
+        """Learn how good the first places of the drafts are that were not verified."""
         known = {one.seq_id for one in outcome.verified}
         left = {view.seq_id: draft for view, draft, _ in self._proposed if draft.token_ids and view.seq_id not in known}
         if left:

@@ -109,7 +109,8 @@ class StepCosts:
 
     def _between(self, rows: int) -> float:
         low, share = self._place(rows)
-        return self._rising[low] + share * (self._rising[low + 1] - self._rising[low])
+        begin, end = self._rising[low], self._rising[low + 1]
+        return end if share == 1.0 else begin + share * (end - begin)  # the sum may be rounded beyond the entry
 
     def _place(self, rows: int) -> tuple[int, float]:
         """Return the entry before a number of rows, and the share of the way to the next one. The share is above 1 behind the

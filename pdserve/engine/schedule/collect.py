@@ -30,8 +30,8 @@ class OutputToken(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With output token 0: those of all prompt tokens but the first, if the sequence asks for them."""
     speculation: DraftCounts | None = None
-    """With the last output token: the drafts of the sequence on this worker so far. None: it had none. Where the request has
-    stop strings, any token may be the last one, so all have it."""
+    """The drafts of the sequence on this worker so far. A stop string may make any token the last one, and the engine does not
+    know of it. None: the sequence had none."""
 
 
 class Advance(NamedTuple):
@@ -208,8 +208,7 @@ class Collector:
         scores = () if seq.scores is None else seq.take_scores()
         if reason is not None or seq.kind is SequenceKind.LENT:
             self._forget(seq, _E.FINISHED)
-        told = seq.speculation if reason is not None or seq.params.stop else None
-        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, told)
+        return OutputToken(seq.seq_id, index, token_id, reason, logprobs, scores, seq.speculation)
 
     def _append_run(
         self,

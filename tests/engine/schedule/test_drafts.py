@@ -195,7 +195,8 @@ def test_right_drafts_give_one_token_more_than_there_are_drafts():
     assert plan.decodes == 0
     assert plan.sampled_rows == [0, 1, 2]
     outcome = scheduler.collect([(8, None), (9, None), (10, None)])
-    assert outcome.tokens == tuple(OutputToken(SeqId(1), i, i + 7, None) for i in (1, 2, 3))
+    counts = DraftCounts(1, 2, 2, (1, 1))
+    assert outcome.tokens == tuple(OutputToken(SeqId(1), i, i + 7, None, speculation=counts) for i in (1, 2, 3))
     assert [(s.start, s.token_ids) for s in scheduler.plan().slices] == [(7, (10,))]
 
 
