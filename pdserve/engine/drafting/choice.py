@@ -47,6 +47,8 @@ KNOWN_CONTEXT: Final = 64
 FIRST_PAUSE: Final = 64
 """A drafter with a model that does not pay is tried again after so many steps: a try takes half a step, so 1 % at most."""
 LAST_PAUSE: Final = 1024
+START_PAUSE: Final = 4
+"""The first tries of a model follow soon, so that it drafts within the first request where it pays."""
 
 
 class DraftSource(Protocol):
@@ -130,7 +132,7 @@ class DraftChoice:
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
         self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
         self._drafted = 0  # the step for which the model has last drafted
-        self._pause = FIRST_PAUSE
+        self._pause = START_PAUSE
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
