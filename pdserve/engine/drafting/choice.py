@@ -42,6 +42,8 @@ RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
 pause."""
+MOST_WORTH: Final = 4 * WORTH
+"""The average goes no higher, so that some 20 steps in vain end the looks of every step."""
 KNOWN_CONTEXT: Final = 64
 """The mean context of the sequences is told in multiples of so many tokens, so that what depends on it is seldom computed."""
 FIRST_PAUSE: Final = 64
@@ -173,7 +175,7 @@ class DraftChoice:
             gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / step_s - 1.0
         else:
             self._size = base.size
-        self._worth += (gain - self._worth) / WORTH_WINDOW
+        self._worth = min(self._worth + (gain - self._worth) / WORTH_WINDOW, MOST_WORTH)
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
