@@ -28,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from shutil import copytree
@@ -314,9 +314,8 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=150)
     with perturbed(resolve(args.model), args.perturb) as directory:
-        how = SpeculativeConfig(method=args.method)
-        if args.method == "draft_model":
-            how = replace(how, model=args.draft_model, quantization="int4")
+        small = {"model": args.draft_model, "quantization": "int4"} if args.method == "draft_model" else {}
+        how = SpeculativeConfig(method=args.method, **small)
         config = EngineConfig(
             model=str(directory), dtype="bfloat16", quantization=args.quantization, threads=args.threads,
             kv_cache_memory=1024 * MIB, speculative_config=how,

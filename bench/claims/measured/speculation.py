@@ -61,8 +61,8 @@ def judge(found: Figures) -> Judgement:
     good = {cell: gain for cell, gain in gains.items() if _acceptance(found, cell) >= GOOD}
     if not good:
         return Judgement(Verdict.DEPENDS, "Here no texts have such an acceptance.")
-    told = ", ".join(f"{cell} sequences {gain} times at {_acceptance(found, cell):.2f}" for cell, gain in good.items())
-    return Judgement(together([inside(gain, 2, 4) for gain in good.values()]), f"Here it gives for {told}.")
+    told = ", ".join(f"{gain} times for {cell} (acceptance {_acceptance(found, cell):.2f})" for cell, gain in good.items())
+    return Judgement(together([inside(gain, 2, 4) for gain in good.values()]), f"Here it makes decode faster {told}.")
 
 
 def table(found: Figures) -> Table:

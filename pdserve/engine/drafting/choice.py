@@ -23,8 +23,8 @@ from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.drafting.odds import Odds
 from pdserve.engine.schedule.collect import StepOutcome
 
-LEAST_GAIN: Final = 1.04
-"""Drafts must raise the tokens a second by so much. To choose, plan and collect them takes 2 to 3 % of a step, and its expected
+LEAST_GAIN: Final = 1.05
+"""Drafts must raise the tokens a second by so much. To choose, plan and collect them takes 2 to 4 % of a step, and its expected
 time is a few percent off."""
 MODEL_GAIN: Final = 1.08
 """A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
@@ -35,18 +35,23 @@ MOST_SHARE: Final = 0.95
 better."""
 SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
-WORTH: Final = 0.04
+WORTH: Final = 0.08
 """Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2
-to 3 % of a step. Below, one step in `SAMPLED_STEPS` does, and one in `RARE_STEPS` where they give less than half of it."""
+to 4 % of a step, more on a busy machine. Below, one step in `SAMPLED_STEPS` looks, and one in `RARE_STEPS` where they give less
+than half of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
 pause."""
+MOST_WORTH: Final = 2 * WORTH
+"""The average goes no higher, so that some 10 steps in vain end the looks of every step."""
 KNOWN_CONTEXT: Final = 64
 """The mean context of the sequences is told in multiples of so many tokens, so that what depends on it is seldom computed."""
 FIRST_PAUSE: Final = 64
 """A drafter with a model that does not pay is tried again after so many steps: a try takes half a step, so 1 % at most."""
 LAST_PAUSE: Final = 1024
+START_PAUSE: Final = 4
+"""The first tries of a model follow soon, so that it drafts within the first request where it pays."""
 
 
 class DraftSource(Protocol):
@@ -126,11 +131,11 @@ class DraftChoice:
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._spent_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
-        self._worth = 2 * WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
+        self._worth = MOST_WORTH  # what drafts are expected to give, as a share of the tokens a second; an average
         self._context = 0  # the mean context of the sequences, at most `RARE_STEPS` steps ago
         self._drafting_s = 0.0  # the expected time of the model's drafts of the step under way
         self._drafted = 0  # the step for which the model has last drafted
-        self._pause = FIRST_PAUSE
+        self._pause = START_PAUSE
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
@@ -171,7 +176,7 @@ class DraftChoice:
             gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / step_s - 1.0
         else:
             self._size = base.size
-        self._worth += (gain - self._worth) / WORTH_WINDOW
+        self._worth = min(self._worth + (gain - self._worth) / WORTH_WINDOW, MOST_WORTH)
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
