@@ -111,7 +111,8 @@ class DraftChoice:
         self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
         self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
-        self._size = StepSize(0)  # of the step under way, without its drafts
+        self._size = StepSize(0)  # of the step under way
+        self._modelled = False  # a model drafts for the step under way
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._steps = 0  # for which drafts were looked for
         self._vain = 0  # those in a row that verified none
@@ -120,7 +121,7 @@ class DraftChoice:
 
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
-        self._proposed, self._kinds, self._ended = [], {}, []
+        self._proposed, self._kinds, self._ended, self._modelled = [], {}, [], False
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -172,8 +173,8 @@ class DraftChoice:
 
     def took(self, rows: int, step_s: float) -> None:
         """Learn the time of the last step. rows: the number of its tokens. A step that is not the expected one, because it had
-        fewer blocks or more tokens of prompts, teaches nothing."""
-        if rows and rows == self._size.rows and not self._steps % SAMPLED_STEPS:
+        fewer blocks or more tokens of prompts, teaches nothing, nor does one in whose time a model drafts."""
+        if rows and rows == self._size.rows and not self._modelled and not self._steps % SAMPLED_STEPS:
             self.costs.learn(self._size, step_s)
 
     def forget(self, seq_id: SeqId, tokens: Sequence[int], group: bytes) -> None:
@@ -223,6 +224,7 @@ class DraftChoice:
             if ready is not None:
                 asked[i] = ready
         drafts = dict(zip(asked, model.propose(list(asked.values())), strict=True)) if asked else {}
+        self._modelled = bool(asked)
         return [self._better(one, drafts.get(i, NO_DRAFT)) for i, one in enumerate(found)]
 
     def _better(self, one: _Proposal, draft: Draft) -> _Proposal:

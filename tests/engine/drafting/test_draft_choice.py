@@ -176,6 +176,22 @@ def test_a_model_gets_blocks_or_does_not_draft():
         assert max(map(len, last.values()), default=0) == most
 
 
+def test_the_time_of_a_model_is_not_taken_for_the_time_of_a_step():
+    """The engine tells the time since the step began, and drafts are made in it. Here every third step has some of a model."""
+    true, costs = [StepCosts(((1, 1.0), (64, 2.0))) for _ in range(2)]
+    source, model = Source(1), Guesser("model", 1.0, place_s=0.1)
+    choice = DraftChoice([], costs, most=8, model=model)
+    for step in range(2000):
+        source.fit = 0 if step % 3 else 64
+        drafts = choice.drafts(source)
+        rows = 1 + sum(map(len, drafts.values()))
+        verified = [Verified(seq_id, len(guess), len(guess)) for seq_id, guess in drafts.items()]
+        choice.learn(StepOutcome((), (), (), verified=tuple(verified)))
+        choice.took(rows, true.rows_s(rows) + 0.1 * (rows - 1))
+    assert sum(model.asked) > 1000
+    assert [costs.rows_s(rows) for rows in (1, 9, 64)] == pytest.approx([true.rows_s(rows) for rows in (1, 9, 64)], rel=0.01)
+
+
 def test_the_room_of_a_step_is_kept():
     choice = DraftChoice([Guesser("good", 1.0)], FREE, most=8)
     assert all(sum(map(len, step.values())) <= 5 for step in play(choice, Source(3, room=5)))
