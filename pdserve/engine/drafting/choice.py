@@ -111,7 +111,7 @@ class DraftChoice:
         self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
         self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
-        self._size = StepSize(0)  # of the step under way
+        self._size = StepSize(0)  # of the step under way; without rows if nobody has summed what it reads
         self._modelled = False  # a model drafts for the step under way
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._steps = 0  # for which drafts were looked for
@@ -122,11 +122,11 @@ class DraftChoice:
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
         self._proposed, self._kinds, self._ended, self._modelled = [], {}, [], False
+        self._size = StepSize(0)
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
         base = Base(sequences, StepSize(sequences + prompt_tokens), room)
-        self._size = base.size
         if self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
         self._steps += 1
@@ -150,7 +150,8 @@ class DraftChoice:
                 self._kinds[view.seq_id] = draft.kind
                 self._vain = 0
         reread = sum([context * count for context, count in zip(contexts, counts, strict=True)])
-        self._size = StepSize(base.size.rows + sum(counts), read, reread)
+        if len(views) == sequences:
+            self._size = StepSize(base.size.rows + sum(counts), read, reread)
         return chosen
 
     def learn(self, outcome: StepOutcome) -> None:
