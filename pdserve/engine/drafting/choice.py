@@ -127,7 +127,7 @@ class DraftChoice:
         self._proposed: list[_Proposal] = []
         self._kinds: dict[SeqId, str] = {}  # of the drafts of the step under way
         self._ended: list[SeqId] = []  # since the drafts of the step under way were chosen
-        self._size = StepSize(0)  # of the step under way, without its drafts
+        self._size = StepSize(0)  # of the step under way; without rows if nobody knows what it reads
         self._least: tuple[tuple[int, Base], float] = (0, Base(0, StepSize(0), 0)), 0.0
         self._spent_s = 0.0  # the time that a model took for the drafts of the step under way
         self._steps = 0  # for which drafts were looked for
@@ -140,6 +140,7 @@ class DraftChoice:
     def drafts(self, source: DraftSource) -> Drafts:
         """Return the drafts that the next step should verify."""
         self._proposed, self._kinds, self._ended, self._drafting_s, self._spent_s = [], {}, [], 0.0, 0.0
+        self._size = StepSize(0)
         sequences, prompt_tokens, room = source.next_rows
         if not sequences or room <= 0:
             return NO_DRAFTS
@@ -148,7 +149,6 @@ class DraftChoice:
             self._context = sum(known) // max(len(known), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
         self._steps += 1
         base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
-        self._size = base.size
         pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 2 else RARE_STEPS
         if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
@@ -167,15 +167,15 @@ class DraftChoice:
             if count:
                 chosen[view.seq_id] = draft.token_ids[:count]
                 self._kinds[view.seq_id] = draft.kind
-        gain = 0.0
+        gain, size = 0.0, base.size
         if chosen:
             reread = sum(map(mul, contexts, counts))
             tokens = sum([sum(one.survival[:count]) for one, count in zip(found, counts, strict=True)])
-            self._size = StepSize(base.size.rows + sum(counts), read, reread)
-            step_s = self.costs.step_s(self._size) + self._drafting_s
+            size = StepSize(base.size.rows + sum(counts), read, reread)
+            step_s = self.costs.step_s(size) + self._drafting_s
             gain = (sequences + tokens) / sequences * self.costs.step_s(base.size) / step_s - 1.0
-        else:
-            self._size = base.size
+        if len(views) == sequences:
+            self._size = size
         self._worth = min(self._worth + (gain - self._worth) / WORTH_WINDOW, MOST_WORTH)
         return chosen
 

@@ -309,7 +309,7 @@ class LookupDrafter:
             source, match, kind = was, known, _RESUMED[live.lost]
         live.length, live.last, live.source, live.match = len(tokens), tokens[-1], source, match
         at, most = match.at, view.most
-        if not at or 0 < match.length < self._least:
+        if not at or match.length < self._least - 1 or 0 < match.length < self._least:
             return NO_DRAFT
         copied = tuple(source.tokens[at : at + most])
         if source is own:

@@ -380,7 +380,7 @@ class Scheduler:
         """Return the view with blocks for its drafts, or for fewer, of those that nobody else may need. None: there are no
         such blocks."""
         seq = self._sequences[view.seq_id]
-        if len(seq.tokens) > seq.num_blocks * self._block_size:  # its next token has no block yet
+        if seq.taken is not None or len(seq.tokens) > seq.num_blocks * self._block_size:  # its next token has no block yet
             return None
         most = self._room_for_drafts(seq, view.most)
         return view._replace(most=most, block_tables=seq.block_tables) if most > 0 else None

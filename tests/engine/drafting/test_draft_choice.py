@@ -188,6 +188,20 @@ def test_a_model_gets_blocks_or_does_not_draft():
         assert max(map(len, last.values()), default=0) == most
 
 
+def test_steps_of_sequences_that_may_have_no_drafts_do_not_seem_dear():
+    """Nobody has summed the positions that such a step reads. Here they take as long as the rest of it."""
+    true, costs = [StepCosts(((1, 1.0), (64, 2.0)), read_s=0.01) for _ in range(2)]
+    source, choice = Source(1), DraftChoice([Guesser("good", 1.0)], costs, most=8)
+    views = source.draft_views
+    for step in range(2000):
+        source.draft_views = views if step % 3 else lambda most: []
+        drafts = choice.drafts(source)
+        count = sum(map(len, drafts.values()))
+        choice.learn(StepOutcome((), (), (), verified=tuple([Verified(seq_id, count, count) for seq_id in drafts])))
+        choice.took(1 + count, true.step_s(StepSize(1 + count, 100)))
+    assert [costs.rows_s(rows) for rows in (1, 9, 64)] == pytest.approx([true.rows_s(rows) for rows in (1, 9, 64)], rel=0.01)
+
+
 def test_the_room_of_a_step_is_kept():
     choice = DraftChoice([Guesser("good", 1.0)], FREE, most=8)
     assert all(sum(map(len, step.values())) <= 5 for step in play(choice, Source(3, room=5)))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.block_pools import BlockPools
 from pdserve.core.errors import ConfigError
-from pdserve.core.ids import SeqId
+from pdserve.core.ids import NULL_BLOCK, SeqId
+from pdserve.core.kv_layout import KvGroup
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import FinishReason, SamplingParams
 from pdserve.core.speculation import DraftCounts
@@ -267,6 +268,29 @@ def test_a_sequence_grows_for_drafts_only_while_a_block_is_left_for_each_running
     assert scheduler.reserve(SeqId(2), RequestSpec(other, SamplingParams(max_tokens=1)), local_prefill=False) is not None
     assert scheduler.plan({SeqId(1): (8,) * BLOCK}).num_tokens == tokens
     assert scheduler._pool.num_allocatable == (4 - held) - (1 if tokens > 1 else 0)
+
+
+def test_a_sequence_that_was_recomputed_behind_a_window_has_no_blocks_for_drafts_before_its_last_one():
+    """Its last token has no block until the next plan, though its table is long enough: a drafter would write into block -1."""
+    layouts = [KvGroup((0,), ((1, 1),), BLOCK, "float32", window) for window in (None, 1)]
+    scheduler = Scheduler(
+        BlockPools(9, 7, layouts=layouts), BLOCK, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=28, eos_token_ids=()
+    )  # fmt: skip
+    for i, (prompt_len, max_tokens) in enumerate([(12, 13), (10, 10)]):
+        spec = RequestSpec((1,) * prompt_len, SamplingParams(max_tokens=max_tokens))
+        scheduler.add(SeqId(i), spec, kind=SequenceKind.LOCAL)
+    without, recomputed = 0, 0
+    while scheduler.has_work:
+        for view in scheduler.draft_views(3):
+            ready = scheduler.with_blocks(view)
+            without += ready is None
+            tables = () if ready is None else ready.block_tables
+            assert all(table[(len(view.tokens) - 1) // BLOCK] != NULL_BLOCK for table in tables)
+        plan = scheduler.plan()
+        outcome = scheduler.collect([(5, None) for piece in plan.slices for _ in piece.samples])
+        recomputed += len(outcome.preempted)
+    assert recomputed
+    assert without
 
 
 def test_every_row_has_the_edits_of_the_tokens_before_it():
