@@ -24,6 +24,12 @@ from pdserve.engine.schedule.sequence import Ahead
 
 CATCH_UP_TOKENS: Final = 256
 """A draft model computes at most so many tokens of prompts in one go: other sequences wait for it."""
+FEW_TOKENS: Final = 16
+"""A sequence that was left out for some steps, or verified drafts of lookups, computes so many tokens at once."""
+CATCH_UP_SHARE: Final = 0.02
+"""It spends at most this share of the time on prompts: nobody knows whether an output is long enough to pay for its own."""
+MOST_SAVED_S: Final = 0.1
+"""Time for prompts is saved up to so much: a first request after a pause waits no longer for it."""
 Execute = Callable[[StepPlan], list[Sampled]]
 Tables = tuple[tuple[BlockId, ...], ...]
 
@@ -142,7 +148,7 @@ class _Known:
 
 class ModelDraft(ModelSteps):
     """Drafts with a smaller model of the same vocabulary, over KV of its own. That KV is never handed over: a decode worker
-    computes it from the prompt, a part in each step, before the first drafts of a sequence."""
+    computes it from the prompt, a part now and then, before the first drafts of a sequence."""
 
     needs_blocks = False
     kind = "draft model"
@@ -159,22 +165,26 @@ class ModelDraft(ModelSteps):
         self._longest = longest
         self._num_blocks = num_blocks
         self._free = [BlockId(i) for i in range(num_blocks)]
+        self._saved_s, self._saved_at_s = MOST_SAVED_S, time.perf_counter()
         self._known: dict[SeqId, _Known] = {}
 
     def propose(self, views: Sequence[DraftView]) -> list[Draft]:
         """Return a draft for each of these sequences whose tokens have KV here, and compute that of some others."""
         going: list[_Drafting] = []
         slices: list[SequenceSlice] = []
-        room = CATCH_UP_TOKENS
+        room = self._catch_up_tokens()
         for view in views:
             known = self._room_for(view)
             if known is None:
                 continue
             start = _computed(known, view.tokens)
-            ids = tuple(view.tokens[start : start + room])
+            ids = tuple(view.tokens[start:])
+            if len(ids) > FEW_TOKENS:
+                ids = ids[:room]
+                room -= len(ids)
+                self._saved_s -= self._costs.rows_s(len(ids)) if ids else 0.0
             if not ids:
                 continue
-            room -= len(ids) - 1
             one = _begin(view, (tuple(known.blocks),) * self._groups)
             ends = start + len(ids) == len(view.tokens)
             piece = one.slice_of(start, ids)
@@ -198,6 +208,13 @@ class ModelDraft(ModelSteps):
         known = self._known.pop(seq_id, None)
         if known is not None:
             self._free += known.blocks
+
+    def _catch_up_tokens(self) -> int:
+        """Return how many tokens of prompts may be computed now, by the time that was saved for it."""
+        now_s = time.perf_counter()
+        self._saved_s = min(self._saved_s + CATCH_UP_SHARE * (now_s - self._saved_at_s), MOST_SAVED_S)
+        self._saved_at_s = now_s
+        return CATCH_UP_TOKENS if self._saved_s >= self._costs.rows_s(CATCH_UP_TOKENS) or self._saved_s >= MOST_SAVED_S else 0
 
     def _room_for(self, view: DraftView) -> _Known | None:
         """Return the sequence with blocks for its tokens and drafts. None: it is too long, or no block is free."""

@@ -20,6 +20,9 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.ids import SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.step_plan import GREEDY, Sampled, StepPlan
+from pdserve.engine.drafting import models
+from pdserve.engine.drafting.api import DraftView
 from pdserve.engine.drafting.choice import DraftChoice
 from pdserve.engine.drafting.costs import StepCosts
 from pdserve.engine.drafting.models import ModelDraft, SelfDrafter
@@ -167,3 +170,32 @@ def test_what_does_not_run_here_is_refused_by_name(make_runner, how, settings, w
 def test_nothing_is_loaded_where_nothing_drafts(make_runner):
     directory = resolve("tiny")
     assert make_choice(directory, ModelCard.load(directory), SMALL, make_runner(dtype="bfloat16")) is None
+
+
+def test_a_draft_model_spends_little_time_on_prompts(monkeypatch):
+    """Long prompts come, and nothing is known of their outputs. A step of 256 tokens takes a quarter of a second."""
+    now_s, computed = [0.0], [0]
+    monkeypatch.setattr(models.time, "perf_counter", lambda: now_s[0])
+
+    def execute(plan: StepPlan) -> list[Sampled]:
+        computed[0] += sum(len(piece.token_ids) for piece in plan.slices if len(piece.token_ids) > 1)
+        return [(5, None) for piece in plan.slices for _ in piece.samples]
+
+    costs = StepCosts([(1, 0.001), (256, 0.256)])
+    model = ModelDraft(execute, costs, num_blocks=4000, block_size=16, groups=1, longest=4000, most=4)
+    drafted = 0
+    for step in range(20_000):
+        now_s[0] += 0.007
+        sequence = step // 6000
+        view = DraftView(SeqId(sequence), [3] * (1000 + step % 6000 // 10), 1000, b"", 4, draws=lambda: AnyDraw())
+        drafted += bool(model.propose([view])[0].token_ids)
+    assert drafted > 1000
+    assert 2500 < computed[0] < 5000
+    assert 0.001 * computed[0] < 0.03 * now_s[0]
+
+
+class AnyDraw:
+    spec = GREEDY
+
+    def take(self, token_id: int) -> bool:
+        return True
