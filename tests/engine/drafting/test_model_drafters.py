@@ -186,11 +186,11 @@ def test_a_draft_model_spends_little_time_on_prompts(monkeypatch):
     drafted = 0
     for step in range(20_000):
         now_s[0] += 0.007
-        sequence = step // 6000
-        view = DraftView(SeqId(sequence), [3] * (1000 + step % 6000 // 10), 1000, b"", 4, draws=lambda: AnyDraw())
+        sequence = step // 10_000
+        view = DraftView(SeqId(sequence), [3] * (1000 + step % 10_000 // 100), 1000, b"", 4, draws=lambda: AnyDraw())
         drafted += bool(model.propose([view])[0].token_ids)
     assert drafted > 1000
-    assert 2500 < computed[0] < 5000
+    assert 2000 < computed[0] < 3000
     assert 0.001 * computed[0] < 0.03 * now_s[0]
 
 
