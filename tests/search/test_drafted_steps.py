@@ -12,7 +12,6 @@ from tests.sim.mutants import Mutant
 MAX_STATES = 200_000
 SMALL = DraftConfig(max_tokens=4, lent=(5,), blocks=5)
 MUTANTS = (
-    rules.wrong_drafts_count_as_computed,
     rules.a_block_with_wrong_drafts_is_shared,
     rules.wrong_drafts_count_against_max_tokens,
     rules.drafts_go_on_behind_the_longest_length,
