@@ -17,9 +17,8 @@ from typing import Final
 from pdserve.core.errors import ErrorCode
 from pdserve.core.shards import Degrees
 from sim.faults.client import CONSTRAINTS, ClientAsk
-from sim.faults.engine import BLOCK_SIZE
 from sim.faults.faults import Fault, FaultKind
-from sim.faults.oracle import MAX_MODEL_LEN
+from sim.faults.oracle import BLOCK_SIZE, MAX_MODEL_LEN
 from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_prefix_caching, with_ranks
 from sim.faults.swarm import mapped
 from sim.faults.tap import Act, Cell, Census
