@@ -34,7 +34,7 @@ SpecOf = Callable[[SeqId], RequestSpec]
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How an engine drafts."""
+    """The way in which an engine drafts."""
 
     right: float
     """The share of the drafts by the drafter that knows the output, and by the model, that are right."""
