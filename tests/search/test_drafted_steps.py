@@ -29,6 +29,7 @@ CONFIGS = {
 
 
 @pytest.mark.quick("small")
+@pytest.mark.timeout(900)  # two lenders have fifteen thousand states
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_of_every_kind_change_no_output_and_leave_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = DraftedSteps(CONFIGS[name])

@@ -34,7 +34,7 @@ FOUND_BY = {
     "the_first_group_is_read_alone": 2,
     "the_first_group_is_summed_alone": 2,
     "the_first_group_is_freed_alone": 2,
-    "a_read_stops_with_its_first_group": 7,
+    "a_read_stops_with_its_first_group": 23,
     "a_block_dies_before_its_last_reader": 2,
     "a_hit_needs_no_window": 11,
     "a_dead_block_is_in_a_ticket": 11,
