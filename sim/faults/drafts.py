@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Final
 
 from pdserve.core.blocks import Holder, HolderKind
-from pdserve.core.ids import SeqId
+from pdserve.core.ids import BlockId, SeqId
 from pdserve.core.request_spec import RequestSpec
 from pdserve.core.speculation import NO_COUNTS, DraftCounts
 from pdserve.core.step_plan import Sampled, SampleSpec, StepPlan
@@ -34,7 +34,7 @@ SpecOf = Callable[[SeqId], RequestSpec]
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How an engine drafts."""
+    """The way in which an engine drafts."""
 
     right: float
     """The share of the drafts by the drafter that knows the output, and by the model, that are right."""
@@ -258,7 +258,7 @@ class DraftWatch:
         known["odds"] = set(self.choice._odds._own)
         return [f"{name} knows ended sequences {sorted(ids - live)}" for name, ids in known.items() if ids - live]
 
-    def final_blocks(self) -> list[set[int]]:
+    def final_blocks(self) -> list[set[BlockId]]:
         """Return the blocks of each group that are shared, or that a running prompt has lent and filled."""
         found = []
         for pool in self._scheduler._pool.groups:

@@ -185,7 +185,7 @@ class SimKv:
                 block = _not_null(table[position // BLOCK_SIZE])
                 memory.spoil(block, position % BLOCK_SIZE, self._rng.getrandbits(40))
 
-    def check_final(self, final: Sequence[set[int]]) -> None:
+    def check_final(self, final: Sequence[set[BlockId]]) -> None:
         """Assert that no KV of wrong drafts lies in these blocks of each group."""
         for group, (memory, blocks) in enumerate(zip(self.groups, final, strict=True)):
             wrong = {block for block, _ in memory.spoiled} & blocks
@@ -351,8 +351,9 @@ class SimEngine:
             if spec.grammar is not None:
                 spec.grammar.mask()  # as the thread of the masks does, while the model runs
         if plan.slices:
-            step_s = self._step_s + self._token_s() * plan.num_tokens
-            if self.drafts is not None:
+            step_s = self._step_s + TOKEN_S * plan.num_tokens
+            if self.drafts is not None and self._drafting is not None:
+                step_s = self._step_s + self._drafting.token_s_at(self._process.timeline.now_s) * plan.num_tokens
                 self.drafts.planned(plan)
                 if self.drafts.model is not None:
                     step_s, self.drafts.model.took_s = step_s + self.drafts.model.took_s, 0.0
@@ -361,10 +362,6 @@ class SimEngine:
                 self._process.engine_loop.call_later(written_s, self._write, plan, step_s, rank, unwritten)
         else:
             self._next()
-
-    def _token_s(self) -> float:
-        """Return the time of each token of a step that begins now."""
-        return TOKEN_S if self._drafting is None else self._drafting.token_s_at(self._process.timeline.now_s)
 
     def _spread(self, step_s: float) -> list[float]:
         """Return the time at which each rank writes its part. The slowest needs the whole step."""

@@ -33,8 +33,8 @@ from pdserve.worker.messages import (
     SetBudget,
     StepEvents,
 )
-from sim.faults.engine import BLOCK_SIZE, HAND_OVER_S, TOKEN_S
-from sim.faults.oracle import EOS, VOCAB_SIZE, draw, tags_of
+from sim.faults.engine import HAND_OVER_S, TOKEN_S
+from sim.faults.oracle import BLOCK_SIZE, EOS, VOCAB_SIZE, draw, tags_of
 from sim.world.network import GIVE_UP_S, Network
 from sim.world.process import Process
 

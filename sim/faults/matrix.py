@@ -17,10 +17,10 @@ from typing import Final
 from pdserve.core.errors import ErrorCode
 from pdserve.core.shards import Degrees
 from sim.faults.client import CONSTRAINTS, ClientAsk
-from sim.faults.engine import BLOCK_SIZE
+from sim.faults.drafts import Drafting
 from sim.faults.faults import Fault, FaultKind
-from sim.faults.oracle import MAX_MODEL_LEN
-from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_prefix_caching, with_ranks
+from sim.faults.oracle import BLOCK_SIZE, MAX_MODEL_LEN
+from sim.faults.run import RunReport, calm_plan, draw_asks, simulate, with_drafting, with_prefix_caching, with_ranks
 from sim.faults.swarm import mapped
 from sim.faults.tap import Act, Cell, Census
 from sim.faults.transfer import ReadFaults
@@ -37,7 +37,8 @@ ROUGH_FAULTS: Final = (
     Fault(2.0, FaultKind.DRAIN, "prefill1", other="router"),
     *(Fault(0.7, FaultKind.WRONG_KEYS, name, other="digest") for name in ("prefill0", "prefill1", "decode1")),
 )
-GANGS: Final = with_ranks(WorldShape(), Degrees(tensor=2), Degrees(pipeline=2))
+DRAFTING: Final = Drafting(right=0.7, token_s=(0.0003,), place_s=0.0001)
+GANGS: Final = with_drafting(with_ranks(WorldShape(), Degrees(tensor=2), Degrees(pipeline=2)), DRAFTING)
 NOT_A_STEP: Final = ("end_of_stream",)
 """The step that closes a connection gets no cells. If it were lost, the connection would be broken, and KILL tests that."""
 

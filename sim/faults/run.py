@@ -38,7 +38,7 @@ from sim.faults.client import (
     with_siblings,
 )
 from sim.faults.drafts import Drafting, draw_drafting
-from sim.faults.engine import BLOCK_SIZE, STEP_S
+from sim.faults.engine import STEP_S
 from sim.faults.faults import (
     WORKERS,
     Fault,
@@ -54,7 +54,7 @@ from sim.faults.faults import (
     with_sick_workers,
     with_wrong_keys,
 )
-from sim.faults.oracle import MAX_MODEL_LEN, VOCAB_SIZE, answer
+from sim.faults.oracle import BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE, answer
 from sim.faults.tap import Census
 from sim.faults.transfer import ReadFaults
 from sim.faults.worker import LOST_S, ONE_RANK, WorkerShape

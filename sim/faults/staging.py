@@ -15,7 +15,8 @@ from kvtransfer.api import KvRegion
 from kvtransfer.staging import Staging
 from pdserve.core.ids import BlockSum
 from pdserve.core.kv_layout import KvGroup, KvSpec
-from sim.faults.engine import BLOCK_SIZE, SimKv, SimMemory
+from sim.faults.engine import SimKv, SimMemory
+from sim.faults.oracle import BLOCK_SIZE
 from sim.faults.transfer import SimTransfer, region_of
 from sim.world.process import Process
 

@@ -29,7 +29,8 @@ from kvtransfer.thread import (
 from pdserve.core.blocks import SumBlocks
 from pdserve.core.errors import TransferFailed
 from pdserve.core.ids import Incarnation
-from sim.faults.engine import BLOCK_SIZE, SimMemory
+from sim.faults.engine import SimMemory
+from sim.faults.oracle import BLOCK_SIZE
 from sim.world.network import GIVE_UP_S, Network
 from sim.world.process import Process
 

@@ -34,10 +34,10 @@ from pdserve.worker.member import LinkMember
 from pdserve.worker.messages import AddLent, Command, Reserve, SetLending, StepEvents
 from prefill_worker.role import PrefillRole
 from sim.faults.drafts import Drafting
-from sim.faults.engine import BLOCK_SIZE, STEP_S, Poison, SimEngine, SimKv, SimMemory
+from sim.faults.engine import STEP_S, Poison, SimEngine, SimKv, SimMemory
 from sim.faults.foreign import TRAITS, ForeignEngine, Tickets
 from sim.faults.grammars import GrammarThread, SimCompiler
-from sim.faults.oracle import CARD, MAX_MODEL_LEN, TOKENIZER
+from sim.faults.oracle import BLOCK_SIZE, CARD, MAX_MODEL_LEN, TOKENIZER
 from sim.faults.staging import SimConverter, make_staging
 from sim.faults.transfer import SimPools, SimTransfer, region_of
 from sim.world.channel import FakeChannel

@@ -9,7 +9,8 @@ import pytest
 from kvtransfer.routed import RoutedRead, RoutedTransport
 from pdserve.core.errors import TransferFailed
 from sim.faults import engine
-from sim.faults.engine import BLOCK_SIZE, SimEngine
+from sim.faults.engine import SimEngine
+from sim.faults.oracle import BLOCK_SIZE
 from sim.faults.world import World
 
 

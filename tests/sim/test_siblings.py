@@ -17,8 +17,7 @@ from router.core.waiting import WaitingRequests
 from router.service.admission import Admission
 from sim.faults.checkers import leftovers
 from sim.faults.client import ClientAsk, with_siblings
-from sim.faults.engine import BLOCK_SIZE
-from sim.faults.oracle import VOCAB_SIZE
+from sim.faults.oracle import BLOCK_SIZE, VOCAB_SIZE
 from sim.faults.run import RunReport, calm_plan, run_seed, simulate, with_prefix_caching
 from sim.faults.tap import Census
 from sim.faults.world import WorldShape
