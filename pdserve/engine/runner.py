@@ -97,6 +97,7 @@ class ModelRunner:
         self.drafts_obstacle = model.drafts_obstacle if isinstance(model, native.NativeDecoder) else None
         """The reason, in words, why steps cannot take drafts; None when they can."""
         self._on_cuda = kv.device.type == "cuda"
+        self._quantised = kv.spec.quantised
         self._masks = MaskThread()
         self._model = model
         self._why = why
@@ -342,7 +343,7 @@ class ModelRunner:
                 pending.written.synchronize()
             if pending.best is not None:
                 drawn = [(token_id, None) for token_id in pending.best.tolist()]
-            if self.kv.spec.quantised:
+            if self._quantised:
                 self._settle_drafts(pending.plan, drawn)
         except (MemoryError, RuntimeError) as exc:
             _raise_out_of_memory(exc, pending.plan)

@@ -12,6 +12,7 @@ from bench.engine.speculation import MODES, Bench, Cell, Counts, measure, pertur
 from bench.engine.speculation_texts import HALVES, KINDS, TEXTS, Text, copied, of_kind
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig, SpeculativeConfig
+from pdserve.engine.drafting.costs import StepCosts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +56,10 @@ def test_only_steps_of_the_whole_batch_count(bench, texts):
 
 
 def test_drafts_are_counted_and_change_no_token(bench, texts):
-    """A tiny model of random weights repeats itself, so most drafts are right."""
-    on = run_of(bench, texts, 1, 0, bench.cold_choice())
+    """A tiny model of random weights repeats itself, so most drafts are right. Rows cost nothing here, so they are verified."""
+    choice = bench.cold_choice()
+    choice.costs = StepCosts([(1, 1.0)])
+    on = run_of(bench, texts, 1, 0, choice)
     assert on.tokens == on.steps + on.accepted
     assert 0 < on.accepted <= on.drafts
     assert 0 < on.drafted <= on.steps

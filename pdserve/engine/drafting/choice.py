@@ -23,9 +23,14 @@ from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.drafting.odds import Odds
 from pdserve.engine.schedule.collect import StepOutcome
 
-LEAST_GAIN: Final = 1.05
-"""Drafts must raise the tokens a second by so much. To choose, plan and collect them takes 2 to 4 % of a step, and its expected
-time is a few percent off."""
+LOOK_S: Final = 1e-4
+LOOK_EACH_S: Final = 1e-5
+"""To look for drafts, and to choose, plan and collect some, takes so long, and so much longer for each sequence. It is measured
+between steps of the default model on a CPU, whose caches it has emptied: 1.5 % of a step of one sequence, 2.5 % of 16."""
+MOST_LOOK: Final = 0.04
+"""A look counts as at most this share. Only the tiny models of tests have steps so short, and their drafts are to be tested."""
+LEAST_GAIN: Final = 1.02
+"""Drafts must raise the tokens a second by so much, and by the share of a look: a step's expected time is a few percent off."""
 MODEL_GAIN: Final = 1.08
 """A model's drafts must raise them by so much: they cost most of what they give, so a small error of their time decides."""
 LEAST_SHARE: Final = 0.02
@@ -35,15 +40,14 @@ MOST_SHARE: Final = 0.95
 better."""
 SAMPLED_STEPS: Final = 4
 """One of so many steps teaches the odds of drafts that were not verified, and the time of steps."""
-WORTH: Final = 0.08
-"""Every step looks for drafts while they are expected to give this share of tokens a second more, on average: to look takes 2
-to 4 % of a step, more on a busy machine. Below, one step in `SAMPLED_STEPS` looks, and one in `RARE_STEPS` where they give less
-than half of it."""
+WORTH: Final = 3.0
+"""Every step looks for drafts while they are expected to give so many times the share of a look more tokens a second, on
+average. Below, one step in `SAMPLED_STEPS` looks, and one in `RARE_STEPS` where they give less than half of it."""
 RARE_STEPS: Final = 16
 WORTH_WINDOW: Final = 16
 """The average forgets steps that looked by e in so many. One step of a copy, which gains more than `WORTH` times this, ends the
 pause."""
-MOST_WORTH: Final = 2 * WORTH
+MOST_WORTH: Final = 0.16
 """The average goes no higher, so that some 10 steps in vain end the looks of every step."""
 KNOWN_CONTEXT: Final = 64
 """The mean context of the sequences is told in multiples of so many tokens, so that what depends on it is seldom computed."""
@@ -91,6 +95,11 @@ class Base(NamedTuple):
         return (self.sequences + tokens) / (costs.step_s(size) + extra_s)
 
 
+def look_share(base: Base, costs: StepCosts) -> float:
+    """Return the time to look for drafts, as a share of the step without drafts."""
+    return min((LOOK_S + LOOK_EACH_S * base.sequences) / costs.step_s(base.size), MOST_LOOK)
+
+
 def choose(base: Base, costs: StepCosts, survivals: Sequence[Sequence[float]], contexts: Sequence[int]) -> list[int]:
     """Return how many drafts of each sequence the step should verify: those that give the most accepted tokens a second.
 
@@ -102,7 +111,7 @@ def choose(base: Base, costs: StepCosts, survivals: Sequence[Sequence[float]], c
     ordered.sort(reverse=True)
     rows, tokens, taken = base.size.rows, float(base.sequences), 0
     step_s, reread_s, rows_s = costs.step_s(base.size) - costs.rows_s(rows), costs.reread_s, costs.rows_s
-    best = LEAST_GAIN * base.sequences / costs.step_s(base.size)
+    best = (LEAST_GAIN + look_share(base, costs)) * base.sequences / costs.step_s(base.size)
     for number, (share, i) in enumerate(ordered[: base.room], 1):
         tokens += share
         step_s += contexts[i] * reread_s
@@ -149,7 +158,8 @@ class DraftChoice:
             self._context = sum(known) // max(len(known), 1) // KNOWN_CONTEXT * KNOWN_CONTEXT
         self._steps += 1
         base = Base(sequences, StepSize(sequences + prompt_tokens, sequences * self._context), room)
-        pause = 1 if self._worth > WORTH else SAMPLED_STEPS if self._worth > WORTH / 2 else RARE_STEPS
+        worth = self._worth / (WORTH * look_share(base, self.costs))
+        pause = 1 if worth > 1.0 else SAMPLED_STEPS if worth > 0.5 else RARE_STEPS
         if self._steps % pause or self._least_share(base) > MOST_SHARE:
             return NO_DRAFTS
         views = source.draft_views(self._most)

@@ -262,7 +262,8 @@ class NativeDecoder:
             self._make_room(len(rows))
         first, lengths, wanted = array("i", starts), array("i", map(len, token_ids)), array("i", rows)
         drafted = array("i", bytes(4 * plan.decodes))
-        drafted.extend(1 if piece.drafts else 0 for piece in plan.slices[plan.decodes :])
+        if plan.decodes < len(starts):
+            drafted.extend([1 if piece.drafts else 0 for piece in plan.slices[plan.decodes :]])
         step = library.Step(
             self.threads, self._layers, len(tokens), len(starts), len(rows), tokens.buffer_info()[0], first.buffer_info()[0],
             lengths.buffer_info()[0], drafted.buffer_info()[0], wanted.buffer_info()[0], self._groups_address, self._block_size,

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from pdserve.core.ids import SeqId
 from pdserve.engine.drafting.api import NO_DRAFT, Draft, DraftView
-from pdserve.engine.drafting.choice import LEAST_GAIN, LEAST_SHARE, RARE_STEPS, SAMPLED_STEPS, Base, DraftChoice, choose
+from pdserve.engine.drafting.choice import (
+    LEAST_GAIN,
+    LEAST_SHARE,
+    RARE_STEPS,
+    SAMPLED_STEPS,
+    Base,
+    DraftChoice,
+    choose,
+    look_share,
+)
 from pdserve.engine.drafting.costs import StepCosts, StepSize
 from pdserve.engine.schedule.collect import OutputToken, StepOutcome, Verified
 
@@ -45,7 +54,8 @@ def test_the_best_number_of_drafts_is_found(survivals, costs, room, context):
     every = itertools.product(*(range(len(own) + 1) for own in usable))
     best = max(rate(some) for some in every if sum(some) <= room)
     nothing = rate([0] * len(survivals))
-    assert rate(counts) == pytest.approx(best if best > LEAST_GAIN * nothing else nothing)
+    least = (LEAST_GAIN + look_share(base, costs)) * nothing
+    assert rate(counts) == pytest.approx(best if best > least else nothing)
 
 
 class Source:
