@@ -154,7 +154,7 @@ class SpeculativeConfig:
             raise ConfigError("model must be set for the method draft_model")
         given = [one.name for one in fields(self) if one.name != "method" and getattr(self, one.name) != one.default]
         if given and not self.drafts:
-            raise ConfigError(f"method is none, which ignores {' and '.join(given)}: set method too")
+            raise ConfigError(f"{given[0]} is ignored where method is none: set method too")
 
     @property
     def drafts(self) -> bool:

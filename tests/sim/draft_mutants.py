@@ -233,16 +233,6 @@ def an_abort_in_a_step_with_drafts_is_overlooked(patch: pytest.MonkeyPatch) -> N
     patch.setattr(Collector, "collect", collect_step)
 
 
-def a_model_drafts_behind_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    real = Scheduler.with_blocks
-
-    def with_blocks(self: Any, view: Any) -> Any:
-        got = real(self, view)
-        return None if got is None else got._replace(most=view.most)
-
-    patch.setattr(Scheduler, "with_blocks", with_blocks)
-
-
 def a_right_draft_without_numbers_fails_its_sequence(patch: pytest.MonkeyPatch) -> None:
     """The grammar of its row is a copy, so the reason is lost."""
     real = Collector._append_run
@@ -293,7 +283,6 @@ DRAFT_MUTANTS: tuple[Mutant, ...] = (
     the_last_token_counts_as_a_right_draft,
     a_preemption_forgets_the_counts,
     only_the_engine_s_own_end_tells_the_counts,
-    a_model_drafts_behind_its_blocks,
     a_right_draft_without_numbers_fails_its_sequence,
     a_block_dies_before_the_drafts_are_verified,
 )

@@ -112,7 +112,7 @@ FOUND_BY = {
     "an_output_goes_on_behind_its_grammar": 3,
     "a_cancelled_request_begins_once_it_is_compiled": 58,
     "requests_of_a_lost_link_begin_once_they_are_compiled": 113,
-    "a_drain_begins_what_was_compiled_meanwhile": 50,
+    "a_drain_begins_what_was_compiled_meanwhile": 205,
     "a_scored_prompt_takes_shared_blocks": 8,
     "scores_go_out_with_each_token": 2,
     "a_replay_scores_its_prompt_again": 6,

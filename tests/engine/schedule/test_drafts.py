@@ -293,6 +293,19 @@ def test_a_sequence_that_was_recomputed_behind_a_window_has_no_blocks_for_drafts
     assert without
 
 
+@pytest.mark.parametrize(("held", "most"), [(2, 5), (3, 1)])
+def test_a_drafter_that_writes_kv_gets_no_more_drafts_than_there_are_blocks_for(held, most):
+    """The sequence has two of six blocks, with room for one more token; `held` are reserved for a prompt that is pulled."""
+    scheduler = decoding(length=2 * BLOCK - 1, max_tokens=16, sizes={"blocks": 6, "limit": 6 * BLOCK})
+    other = (2,) * (held * BLOCK - 1)
+    assert scheduler.reserve(SeqId(2), RequestSpec(other, SamplingParams(max_tokens=1)), local_prefill=False) is not None
+    (view,) = scheduler.draft_views(5)
+    ready = scheduler.with_blocks(view)
+    assert ready is not None
+    assert ready.most == most
+    assert len(ready.tokens) + ready.most <= BLOCK * len(ready.block_tables[0])
+
+
 def test_every_row_has_the_edits_of_the_tokens_before_it():
     scheduler = decoding(max_tokens=30, presence_penalty=1.0)
     (piece,) = scheduler.plan({SeqId(1): (8, 7, 9)}).slices
