@@ -321,6 +321,8 @@ def read_options(body: CompletionBody | ChatBody) -> dict[str, Any]:
     options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
     if (priority := _in_range("priority", body.priority, _PRIORITY)) is not None:
         options["priority"] = -priority  # vLLM's clients write a lower number for what goes first, the router a higher one
+    if body.speculation is None and body.num_speculative_tokens is None:
+        return options
     return options | draft_options(body.speculation, body.num_speculative_tokens)
 
 
