@@ -90,7 +90,7 @@ class Counts:
         return Counts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
-class Bench:
+class SpeculationRuns:
     """An engine that serves texts with or without speculation, over one KV pool, which keeps the prompts."""
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
@@ -195,14 +195,14 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TextBatch:
     """A kind of texts at a batch size."""
 
     kind: str
     batch: int
 
 
-Found = dict[Cell, dict[str, list[Counts]]]
+Found = dict[TextBatch, dict[str, list[Counts]]]
 """The counts of each cell and mode, round by round."""
 
 
@@ -215,7 +215,9 @@ def rate_ratio(rounds: dict[str, list[Counts]], mode: str, *, cpu: bool) -> Rati
     return ratio([seconds(one) for one in rounds["off"]], [seconds(one) for one in rounds[mode]])
 
 
-def answered(bench: Bench, kinds: Sequence[str], half: str, tokens: int, *, whole: bool = False) -> dict[str, list[Text]]:
+def answered(
+    bench: SpeculationRuns, kinds: Sequence[str], half: str, tokens: int, *, whole: bool = False
+) -> dict[str, list[Text]]:
     """Return the texts of each kind with their answers, at most `MOST_TEXTS`: those that are long enough."""
     found = {}
     for kind in kinds:
@@ -227,7 +229,7 @@ def answered(bench: Bench, kinds: Sequence[str], half: str, tokens: int, *, whol
     return found
 
 
-def run_of(bench: Bench, texts: Sequence[Text], batch: int, number: int, choice: DraftChoice | None) -> Counts:
+def run_of(bench: SpeculationRuns, texts: Sequence[Text], batch: int, number: int, choice: DraftChoice | None) -> Counts:
     """Serve about `RUN_STEPS` steps without speculation, or what they give, with `batch` sequences; twice as many if it is one.
     Runs of other numbers begin with other texts."""
     whole = RUN_STEPS * len(texts) / sum(len(text.answer) for text in texts)  # the answers one after the other
@@ -235,10 +237,10 @@ def run_of(bench: Bench, texts: Sequence[Text], batch: int, number: int, choice:
     return bench.run(texts, number * requests, requests, batch, choice)
 
 
-def measure(bench: Bench, texts: dict[str, list[Text]], batches: Sequence[int], rounds: int) -> Iterator[Found]:
+def measure(bench: SpeculationRuns, texts: dict[str, list[Text]], batches: Sequence[int], rounds: int) -> Iterator[Found]:
     """Measure all cells in each round, in an order that changes. Yield what was found so far after each round."""
     rng = random.Random(1)
-    cells = [Cell(kind, batch) for kind in texts if texts[kind] for batch in batches]
+    cells = [TextBatch(kind, batch) for kind in texts if texts[kind] for batch in batches]
     found: Found = {cell: {mode: [] for mode in MODES} for cell in cells}
     for number in range(rounds):
         for cell in rng.sample(cells, len(cells)):
@@ -320,7 +322,7 @@ def main() -> None:
             model=str(directory), dtype="bfloat16", quantization=args.quantization, threads=args.threads,
             kv_cache_memory=1024 * MIB, speculative_config=how,
         )  # fmt: skip
-        bench = Bench(directory, config)
+        bench = SpeculationRuns(directory, config)
         texts = answered(bench, args.kinds, args.half, args.tokens)
         console.print("texts: " + ", ".join(f"{kind} {len(some)}" for kind, some in texts.items()))
         noise = f", noise {args.perturb:g}" if args.perturb else ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.engine.speculation import MODES, Bench, Cell, Counts, measure, perturbed, rate_ratio, run_of, table_of
+from bench.engine.speculation import MODES, Counts, SpeculationRuns, TextBatch, measure, perturbed, rate_ratio, run_of, table_of
 from bench.engine.speculation_texts import HALVES, KINDS, TEXTS, Text, copied, of_kind
 from pdserve.checkpoint.resolve import resolve
 from pdserve.config import MIB, EngineConfig, SpeculativeConfig
@@ -31,12 +31,12 @@ def test_a_copy_ends_where_it_leaves_the_text():
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench() -> SpeculationRuns:
     config = EngineConfig(
         model="tiny", dtype="bfloat16", threads=1, kv_cache_memory=16 * MIB,
         speculative_config=SpeculativeConfig(method="suffix"),
     )  # fmt: skip
-    return Bench(resolve("tiny"), config)
+    return SpeculationRuns(resolve("tiny"), config)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_another_token_is_found(bench, texts):
 
 def test_a_table_has_a_row_for_each_cell(bench, texts):
     *_, found = measure(bench, {"chat": texts, "copy": []}, (1, 2), 3)
-    assert list(found) == [Cell("chat", 1), Cell("chat", 2)]
+    assert list(found) == [TextBatch("chat", 1), TextBatch("chat", 2)]
     assert {len(rounds[mode]) for rounds in found.values() for mode in MODES} == {3}
     assert table_of(found, "").row_count == 2
 

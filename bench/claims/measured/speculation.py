@@ -19,14 +19,14 @@ GOOD: Final = 0.7
 def measure(setup: Setup, rounds: Rounds) -> Figures:
     """Decode texts of each kind at each batch size with drafts of an int4 copy and of lookups, and without drafts, in turns.
     Raises `AssertionError` when their tokens differ."""
-    from bench.engine.speculation import Bench, answered, run_of
+    from bench.engine.speculation import SpeculationRuns, answered, run_of
     from pdserve.config import EngineConfig, SpeculativeConfig
 
     config = EngineConfig(
         model=setup.model, dtype="bfloat16", threads=1, kv_cache_memory=setup.size(512, 64) * MIB,
         speculative_config=SpeculativeConfig(method="self"),
     )  # fmt: skip
-    bench, found = Bench(setup.directory, config), Figures()
+    bench, found = SpeculationRuns(setup.directory, config), Figures()
     # A tiny model of random weights only repeats itself.
     texts = answered(bench, KINDS, "report", setup.size(160, 32), whole=setup.quick)
     batches = (1, setup.size(BATCHES[1], 2))

@@ -175,7 +175,7 @@ def _chain(keys: np.ndarray[Any, np.dtype[np.int64]], last_of: array[int], befor
 
 
 class _Live:
-    """What is known of a live sequence: its index, and the match of its last proposal."""
+    """A live sequence keeps its index here, and the match of its last proposal."""
 
     __slots__ = ("index", "last", "length", "lost", "match", "source")
 
